@@ -59,9 +59,9 @@ class Replaced(nn.Module):
 
         Each class has one such subclass, until another forward is assigned to the class.
         """
-        subclass = _made.get((cls, original))
+        subclass = _subclasses.get((cls, original))
         if subclass is None or subclass._replaced is not _defined_forward(original):
-            subclass = _made[cls, original] = cls._make(original)
+            subclass = _subclasses[cls, original] = cls._make(original)
         return subclass
 
     @classmethod
@@ -172,7 +172,7 @@ def _change(module: nn.Module, new: Callable[[Any], Any]) -> None:
 
 
 # Weak, because a class that a function defines is deleted with the values that it refers to.
-_made: weakref.WeakValueDictionary[tuple[Any, Any], Any] = weakref.WeakValueDictionary()
+_subclasses: weakref.WeakValueDictionary[tuple[Any, Any], Any] = weakref.WeakValueDictionary()
 
 
 def _rebuild(function: Callable[..., Any], args: tuple[Any, ...], kinds: tuple[Any, ...]) -> Any:

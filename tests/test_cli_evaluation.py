@@ -1,11 +1,10 @@
 """`will-it-fit --eval-batch` adds an evaluation step to the training step."""
 
-import json
-
 import pytest
 
 from storage_ops.cli import main
 from tests import hf_config
+from tests.commands import answer
 
 pytest.importorskip("transformers")
 SIZES = {
@@ -18,11 +17,6 @@ LOGITS = 64 * 4096 * 2  # of one sequence, in bf16
 @pytest.fixture
 def command(tmp_path):
     return ["will-it-fit", "--hf-config", hf_config.write(tmp_path, **SIZES), "--seq", "64"]
-
-
-def answer(command, capsys):
-    assert main([*command, "--json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.in_turn

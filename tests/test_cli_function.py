@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from storage_ops.cli import main
+from tests.commands import answer
 
 pytestmark = pytest.mark.in_turn
 
@@ -107,11 +108,6 @@ def file(tmp_path):
     (tmp_path / "sizes.py").write_text("WIDTH = 64")
     (tmp_path / "mine.py").write_text(FILE)
     return str(tmp_path / "mine.py")
-
-
-def answer(command, capsys):
-    assert main([*command, "--json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_model_and_a_batch(file, capsys):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from storage_ops.cli import main
+from tests.commands import refused
 
 tf = pytest.importorskip("transformers")
 
@@ -55,12 +56,6 @@ def test_the_architecture_decides_inputs_and_labels(name, dtype, tmp_path, capsy
     assert code == 0, capsys.readouterr().err
     report = json.loads(capsys.readouterr().out)
     assert report["by_owner"]["optimizer state"] > 0
-
-
-def refused(command, capsys):
-    code, (out, err) = main(command), capsys.readouterr()
-    assert code == 2 and out == "" and err.count("\n") == 1
-    return err
 
 
 def test_more_tokens_than_learned_positions(tmp_path, capsys):

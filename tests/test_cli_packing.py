@@ -5,10 +5,11 @@ import argparse
 import pytest
 import torch
 
-from storage_ops.cli import hf_model, main
+from storage_ops.cli import hf_model
 from storage_ops.cli.workload import workload
 from storage_ops.memory import simulate_step
 from tests import hf_config
+from tests.commands import refused
 
 tf = pytest.importorskip("transformers")
 SIZES = {
@@ -61,12 +62,6 @@ def test_the_attention_equals_that_of_torch():
 
     prepare(model, argparse.Namespace(packing="flash"))
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
-
-
-def refused(command, capsys):
-    code, (out, err) = main(command), capsys.readouterr()
-    assert code == 2 and out == "" and err.count("\n") == 1
-    return err
 
 
 def test_models_that_cannot_be_packed(words, tmp_path, capsys):

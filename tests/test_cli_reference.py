@@ -13,6 +13,7 @@ from storage_ops.cli import main
 from storage_ops.cli.reference import loss_of, reference_of, with_reference
 from storage_ops.memory import simulate_step
 from tests import hf_config
+from tests.commands import refused
 
 tf = pytest.importorskip("transformers")
 SIZES = {
@@ -117,12 +118,6 @@ def test_plans_are_for_the_policy_and_apply_to_the_plain_model(command, tmp_path
     printed = capsys.readouterr().out
     assert "model.layers" in printed and "linear_cross_entropy" not in printed
     assert "reference" not in plan.read_text()
-
-
-def refused(command, capsys):
-    code, (out, err) = main(command), capsys.readouterr()
-    assert code == 2 and out == "" and err.count("\n") == 1
-    return err
 
 
 def test_models_without_a_reference(command, tmp_path, capsys):

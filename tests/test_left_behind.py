@@ -224,5 +224,5 @@ def test_an_error_leaves_nothing_behind(part, error):
     gc.collect()
     assert at > 2
     assert len(discarded_now()) == discarded
-    assert not [r for r in producers.values() if r.discardable]
+    assert not [r for r in producers.values() if r.outputs.discardable]
     run()  # works again

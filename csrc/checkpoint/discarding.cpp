@@ -112,7 +112,9 @@ class ConsumerHooks final : public SavedVariableHooks {
     if (shared_->output) --shared_->output->uses;
     if (!shared_->region) return;
     const Ref key(PyLong_FromVoidPtr(key_));
-    const Ref done(PyObject_CallMethod(shared_->region.get(), "forget_use", "O", key.get()));
+    const Ref outputs(PyObject_GetAttrString(shared_->region.get(), "outputs"));
+    PyObject* target = outputs.get();
+    const Ref done(target ? PyObject_CallMethod(target, "remove_use", "O", key.get()) : nullptr);
     if (!done) PyErr_WriteUnraisable(shared_->region.get());
   }
 

@@ -3,6 +3,7 @@
 // Python, and explains them. Its functions write the errors of both.
 #pragma once
 #include "descriptions.h"
+#include "unseen.h"
 // Python.h, which it includes, comes first.
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -133,6 +134,11 @@ inline c10::IValue alias_of(const c10::IValue& value) {
   c10::List<at::Tensor> copy;
   for (const c10::IValue& each : value.toListRef()) copy.push_back(alias_of(each.toTensor()));
   return copy;
+}
+
+inline at::Tensor copy_of(const at::Tensor& t) {
+  const Unseen unseen;
+  return t.clone();
 }
 
 struct Result {

@@ -2,8 +2,16 @@
 // storage_ops/checkpoint/selective/selective.py has the same two contexts in Python.
 #include "saved_results.h"
 
-#include "kept_ops.h"
+#include "op_callback.h"
+#include "policy_kernels.h"
 #include "saved_tensors.h"
+// Python.h, which they include, comes first.
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_ops.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_ops.h>
+#include <ATen/ops/_unsafe_view_ops.h>
+#include <ATen/ops/addmm_ops.h>
+#include <ATen/ops/bmm_ops.h>
+#include <ATen/ops/mm_ops.h>
 
 namespace storage_ops {
 namespace {

@@ -8,7 +8,8 @@
 and `planning`. The notes there on tokens, tiles, budgets and gradients apply here, too. `api` is
 the public function, `call` the arguments of the op. `checks` has the rules of the options and the
 checks of the tensors. `row_function` has DivergenceRows, and `rows` the row kernel in plain torch,
-which a native kernel replaces. The differences to `storage_ops.loss` are:
+which a native kernel replaces. `reference` has the definition, and `targets` the cross-entropy of
+the student. The differences to `storage_ops.loss` are:
 
 * A step computes two tiles: the student's logits, which the gradient overwrites, and the teacher's.
 * *Statistics* need whole rows of logits, because the divergence of a row needs both log-sum-exps

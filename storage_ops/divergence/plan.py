@@ -116,11 +116,11 @@ def choose(p: Problem, t: Teacher, memory_budget: int | None, rates: Rates) -> D
 
 
 def _smallest_budget(p: Problem, t: Teacher, rates: Rates) -> int:
-    return min(plan.peak_bytes for plan in _made(p, t, rates, None))
+    return min(plan.peak_bytes for plan in _candidates(p, t, rates, None))
 
 
 def _fastest(p: Problem, t: Teacher, budget: int, rates: Rates) -> DivergencePlan:
-    plans = [plan for plan in _made(p, t, rates, budget) if plan.peak_bytes <= budget]
+    plans = [plan for plan in _candidates(p, t, rates, budget) if plan.peak_bytes <= budget]
     if not plans:
         least = _smallest_budget(p, t, rates)
         raise ValueError(
@@ -131,7 +131,7 @@ def _fastest(p: Problem, t: Teacher, budget: int, rates: Rates) -> DivergencePla
     return min(plans, key=lambda plan: (plan.seconds, plan.peak_bytes))
 
 
-def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[DivergencePlan]:
+def _candidates(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[DivergencePlan]:
     """Return plans with the largest tiles that fit, or the smallest tiles without a budget."""
     alone, tokens, vocab = replace(p, grads=(False,) * 3), max(p.tokens, 1), max(p.vocab, 1)
 

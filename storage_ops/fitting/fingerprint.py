@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from storage_ops.checkpoint.layers.config_policy import class_of, qualified_name, uncompiled
 from storage_ops.fitting.heads import own_options
-from storage_ops.foundation.walk import cells_of
+from storage_ops.foundation.functions import cells_of
 from storage_ops.loss.module import LinearCrossEntropyLoss
 from storage_ops.simulate.module_kinds import Comparison, NotComparable
 

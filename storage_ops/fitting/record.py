@@ -59,7 +59,7 @@ class Like(TensorSpec):
     @staticmethod
     def of(t: Tensor, simulation: Simulation | None = None) -> Like:
         """Describe a strided tensor. Its values, such as lengths, are known inside a simulation."""
-        known = None if simulation is None else simulation.values.known(simulation.twin(t))
+        known = None if simulation is None else simulation.values.known(simulation.twins.of(t))
         return Like(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, known)
 
     def make(self, simulation: Simulation | None = None) -> Tensor:

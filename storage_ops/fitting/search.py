@@ -230,7 +230,7 @@ class Search:
         # Of compiled layers more is computed than a whole step takes in eager mode.
         may_fit = self._rates.fuses or self.problem.peak(nothing) <= budget * (1 + _DOUBT)
         if is_best and may_fit and self._simulated(0, nothing).peak_bytes <= budget:
-            return self._made(0, nothing, budget)
+            return self._plan_of(0, nothing, budget)
         least: _Choice | None = self._least()
         smallest, by_owner = math.inf, {}
         for look in range(_LOOKS):
@@ -242,7 +242,7 @@ class Search:
             number, choice = fastest
             peak = self._simulated(number, choice).peak_bytes
             if peak <= budget:
-                return self._made(*self._with_room_used(fastest, budget), budget)
+                return self._plan_of(*self._with_room_used(fastest, budget), budget)
             if peak < smallest:
                 smallest, by_owner = peak, self._simulated(number, choice).by_owner
             # The next plan that is smaller by what was computed; later ones skip the excess.
@@ -251,7 +251,7 @@ class Search:
         # More may be computed of layers than a step takes: one that is left alone fits at its peak.
         alone = self._simulated(0, nothing)
         if alone.peak_bytes <= budget:
-            return self._made(0, nothing, budget)
+            return self._plan_of(0, nothing, budget)
         if alone.peak_bytes < smallest:
             smallest, by_owner = alone.peak_bytes, alone.by_owner
         raise NothingFits(budget, int(smallest), self._hint(), by_owner)
@@ -355,7 +355,7 @@ class Search:
             actions[call.unit, costs[index][0]] = None
         return [(unit, action) for unit, action in actions if action != KEEP]
 
-    def _made(self, number: int, choice: list[int], budget: int) -> FitPlan:
+    def _plan_of(self, number: int, choice: list[int], budget: int) -> FitPlan:
         variant, own = self._variants[number], self._variants[0]
         peak = self._simulated(number, choice).peak_bytes
         problem, calls = variant.problem, variant.recording.calls

@@ -119,7 +119,7 @@ class OpTimes(TorchDispatchMode):
         self._logs = False
         self._running = _Running()
         self._numbers: dict[str, int] = {}
-        self._made: dict[int, Op] = {}  # by storage
+        self._producers: dict[int, Op] = {}  # by storage
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -138,7 +138,7 @@ class OpTimes(TorchDispatchMode):
         outputs = by_storage(tensors_in(out))
         new_tensors = {key: t for key, t in outputs.items() if key not in inputs}
         for key in new_tensors:  # perhaps that of a storage which is gone
-            self._made.pop(key, None)
+            self._producers.pop(key, None)
         sizes = [_nbytes(t) for t in new_tensors.values()]
         seconds = 0.0
         if computes(op, inputs, outputs):
@@ -177,15 +177,15 @@ class OpTimes(TorchDispatchMode):
         written = inputs.keys() & outputs.keys() if is_mutating(op) else set()
         if name == _ADD and self._running.function not in _ADDITIONS:
             written = set(inputs)
-        for key in written & self._made.keys():
-            self._made[key].saveable = False
+        for key in written & self._producers.keys():
+            self._producers[key].saveable = False
         # The library saves no results of ops without tensors among their arguments.
         saveable = bool(new_tensors and inputs) and name != _ADD
         saveable = saveable and not (is_mutating(op) or is_view(op) or is_allocation(op))
         saveable = saveable and self.roofline.is_worth_saving(seconds)
         nbytes = sum(_nbytes(t) for t in new_tensors.values())
         self.ops.append(Op((name, number), nbytes, seconds, saveable))
-        self._made |= dict.fromkeys(new_tensors, self.ops[-1])
+        self._producers |= dict.fromkeys(new_tensors, self.ops[-1])
 
 
 def loss_seconds(call: Call, rates: Rates) -> float:

@@ -99,8 +99,8 @@ class Rule(NamedTuple):
 
 
 def is_integer(value: object) -> bool:
-    """Return True for an integer, including a symbolic one and a bool."""
-    return isinstance(value, (int, torch.SymInt))
+    """Return True for an integer, including a symbolic one, but not for a bool."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
@@ -153,7 +153,12 @@ RULES = (
     Rule("softcap", lambda cap: cap is None or is_number(cap), "a number", TypeError),
     Rule("logit_scale", is_number, "a number", TypeError),
     REDUCTION,
-    Rule("shift", is_integer, "True, False or a number of tokens", TypeError),
+    Rule(
+        "shift",
+        lambda k: isinstance(k, bool) or is_integer(k),
+        "True, False or a number of tokens",
+        TypeError,
+    ),
     Rule("shift", lambda k: k >= 0, "a number of tokens >= 0"),
     MAX_VALID,
     VALID_CLASSES,

@@ -108,8 +108,7 @@ def check_torch_options(options: object) -> None:
 
 def budget_of(memory_budget: Any, op: str) -> Any:
     """Return a memory_budget as a number for the op's schema. Symbols and None stay unchanged."""
-    counts = isinstance(memory_budget, (int, torch.SymInt)) and not isinstance(memory_budget, bool)
-    if memory_budget is not None and not counts:
+    if memory_budget is not None and not is_integer(memory_budget):
         memory_budget = parse_bytes(memory_budget, f"{op}: `memory_budget`")
     if isinstance(memory_budget, int):
         memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
@@ -230,7 +229,7 @@ def check_head(op: str, tensors: Mapping[str, Tensor]) -> None:
 
 def check_ignore_index(ignore_index: int) -> None:
     """Raise a TypeError or ValueError unless a target may have this value."""
-    if isinstance(ignore_index, bool) or not is_integer(ignore_index):
+    if not is_integer(ignore_index):
         raise wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
     if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
         raise wrong(ValueError, "ignore_index is", ignore_index, "a value in the range of int64")
@@ -345,7 +344,7 @@ def _check_picks(
             rule = f"(*{tokens}, K), K >= 1 classes for every token"
             raise wrong(ValueError, "selected_ids has shape", tuple(selected_ids.shape), rule)
     if top_k is not None:
-        if isinstance(top_k, bool) or not is_integer(top_k):
+        if not is_integer(top_k):
             raise wrong(TypeError, "top_k is", repr(top_k), "an int, or None")
         if top_k < 1 or (vocab is not None and top_k > vocab):
             raise wrong(ValueError, "top_k is", top_k, f"1 to {vocab or 'the number of classes'}")

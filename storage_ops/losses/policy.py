@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from storage_ops.loss.call import is_integer
 from storage_ops.losses.options import (
     ESTIMATORS,
     IMPORTANCES,
@@ -23,14 +24,14 @@ from storage_ops.losses.options import (
 from storage_ops.losses.sequences import (
     TINY,
     Scored,
+    check_choice,
+    check_number,
+    check_range,
     check_returns,
     check_tensor,
     check_values,
-    choice,
-    number,
     reference_logps,
     score,
-    within,
     wrong,
 )
 from storage_ops.losses.surrogates import SURROGATES, Sampled, clip_ratios
@@ -183,26 +184,25 @@ def grpo(
     """
     check_tensor("grpo", "advantages", advantages)
     check_returns("grpo", return_logps, return_metrics)
-    choice("grpo", "loss_type", loss_type, POLICY_LOSS_TYPES)
-    choice("grpo", "importance", importance, IMPORTANCES)
-    choice("grpo", "normalize", normalize, NORMALIZES)
-    choice("grpo", "kl_estimator", kl_estimator, ESTIMATORS)
-    within("grpo", "clip_low", clip_low, 0)
+    check_choice("grpo", "loss_type", loss_type, POLICY_LOSS_TYPES)
+    check_choice("grpo", "importance", importance, IMPORTANCES)
+    check_choice("grpo", "normalize", normalize, NORMALIZES)
+    check_choice("grpo", "kl_estimator", kl_estimator, ESTIMATORS)
+    check_range("grpo", "clip_low", clip_low, 0)
     clip_high = clip_low if clip_high is None else clip_high
-    within("grpo", "clip_high", clip_high, 0)
-    within("grpo", "sapo_temperature_pos", sapo_temperature_pos, TINY)
-    within("grpo", "sapo_temperature_neg", sapo_temperature_neg, TINY)
-    within("grpo", "temperature", temperature, TINY)
-    number("grpo", "kl_weight", kl_weight)
-    number("grpo", "entropy_weight", entropy_weight)
+    check_range("grpo", "clip_high", clip_high, 0)
+    check_range("grpo", "sapo_temperature_pos", sapo_temperature_pos, TINY)
+    check_range("grpo", "sapo_temperature_neg", sapo_temperature_neg, TINY)
+    check_range("grpo", "temperature", temperature, TINY)
+    check_number("grpo", "kl_weight", kl_weight)
+    check_number("grpo", "entropy_weight", entropy_weight)
     if delta is not None:
-        within("grpo", "delta", delta, TINY)
+        check_range("grpo", "delta", delta, TINY)
         if loss_type != "grpo":
             raise wrong("grpo", ValueError, "delta is", delta, f"None with loss_type={loss_type!r}")
     if num_items_in_batch is not None:
         _check_items(num_items_in_batch, normalize)
-    whole = isinstance(max_length, int) and not isinstance(max_length, bool)
-    if max_length is not None and not (whole and max_length >= 1):
+    if max_length is not None and not (is_integer(max_length) and max_length >= 1):
         raise wrong("grpo", ValueError, "max_length is", repr(max_length), "None or a count >= 1")
     if "logit_scale" in options:
         raise wrong("grpo", TypeError, "logit_scale", "is given", "`temperature`, its inverse")
@@ -356,7 +356,7 @@ def _check_items(count: object, normalize: str) -> None:
     if isinstance(count, Tensor):
         check_values("grpo", "num_items_in_batch", count, (), None)
     else:
-        number("grpo", "num_items_in_batch", count)
+        check_number("grpo", "num_items_in_batch", count)
 
 
 def _of_tokens(scored: Scored, argument: str, value: Tensor) -> Tensor:

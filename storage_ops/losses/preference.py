@@ -19,15 +19,15 @@ from storage_ops.losses.pairs import (
 )
 from storage_ops.losses.sequences import (
     TINY,
+    check_choice,
+    check_flag,
+    check_number,
+    check_range,
     check_returns,
     check_tensor,
     check_values,
-    choice,
-    number,
     reference_logps,
     score,
-    true_or_false,
-    within,
     wrong,
 )
 
@@ -155,13 +155,13 @@ def dpo(
         ... )
         >>> loss.backward()
     """
-    choice("dpo", "loss_type", loss_type, LOSS_TYPES)
-    true_or_false("dpo", "length_normalize", length_normalize)
+    check_choice("dpo", "loss_type", loss_type, LOSS_TYPES)
+    check_flag("dpo", "length_normalize", length_normalize)
     check_returns("dpo", return_logps, return_metrics)
-    within("dpo", "beta", beta, TINY)
-    within("dpo", "label_smoothing", label_smoothing, 0, 0.5)
-    within("dpo", "discopop_tau", discopop_tau, TINY)
-    within("dpo", "rpo_alpha", rpo_alpha, 0)
+    check_range("dpo", "beta", beta, TINY)
+    check_range("dpo", "label_smoothing", label_smoothing, 0, 0.5)
+    check_range("dpo", "discopop_tau", discopop_tau, TINY)
+    check_range("dpo", "rpo_alpha", rpo_alpha, 0)
     if label_smoothing and loss_type not in SMOOTHED:
         rule = f"0 with loss_type={loss_type!r}"
         raise wrong("dpo", ValueError, "label_smoothing is", label_smoothing, rule)
@@ -265,14 +265,14 @@ def kto(
         ... )
         >>> loss.backward()
     """
-    within("kto", "beta", beta, TINY)
-    within("kto", "desirable_weight", desirable_weight, 0)
-    within("kto", "undesirable_weight", undesirable_weight, 0)
+    check_range("kto", "beta", beta, TINY)
+    check_range("kto", "desirable_weight", desirable_weight, 0)
+    check_range("kto", "undesirable_weight", undesirable_weight, 0)
     check_tensor("kto", "desirable", desirable)
-    true_or_false("kto", "length_normalize", length_normalize)
+    check_flag("kto", "length_normalize", length_normalize)
     check_returns("kto", False, return_metrics)
     if not isinstance(kl, Tensor):
-        number("kto", "kl", kl)
+        check_number("kto", "kl", kl)
     reference = reference_logps(
         "kto", ref_logps, ref_input, ref_weight, ref_bias, target, True, **options
     )

@@ -16,14 +16,14 @@ from storage_ops.losses.pairs import halves, metrics_of_pairs, nll_of_chosen, sm
 from storage_ops.losses.sequences import (
     IGNORED,
     TINY,
+    check_flag,
     check_indices,
+    check_number,
+    check_range,
     check_returns,
     check_values,
-    number,
     score,
     separated,
-    true_or_false,
-    within,
 )
 
 
@@ -81,7 +81,7 @@ def orpo(
         >>> loss = storage_ops.losses.orpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
         >>> loss.backward()
     """
-    within("orpo", "beta", beta, 0)
+    check_range("orpo", "beta", beta, 0)
     check_returns("orpo", False, return_metrics)
     if nll_target is not None:
         nll_target = _of_chosen(nll_target, target, **options)
@@ -149,9 +149,9 @@ def simpo(
         >>> loss = storage_ops.losses.simpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
         >>> loss.backward()
     """
-    within("simpo", "beta", beta, TINY)
-    number("simpo", "gamma", gamma)
-    within("simpo", "label_smoothing", label_smoothing, 0, 0.5)
+    check_range("simpo", "beta", beta, TINY)
+    check_number("simpo", "gamma", gamma)
+    check_range("simpo", "label_smoothing", label_smoothing, 0, 0.5)
     check_returns("simpo", False, return_metrics)
     scored = score("simpo", input, linear_weight, target, **options)
     logps = scored.per_sequence(scored.logps)
@@ -212,10 +212,10 @@ def cpo(
         >>> loss = storage_ops.losses.cpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
         >>> loss.backward()
     """
-    within("cpo", "beta", beta, TINY)
-    within("cpo", "alpha", alpha, 0)
-    within("cpo", "label_smoothing", label_smoothing, 0, 0.5)
-    true_or_false("cpo", "length_normalize", length_normalize)
+    check_range("cpo", "beta", beta, TINY)
+    check_range("cpo", "alpha", alpha, 0)
+    check_range("cpo", "label_smoothing", label_smoothing, 0, 0.5)
+    check_flag("cpo", "length_normalize", length_normalize)
     check_returns("cpo", False, return_metrics)
     scored = score("cpo", input, linear_weight, target, **options)
     logps = scored.per_sequence(scored.logps)

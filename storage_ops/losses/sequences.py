@@ -10,7 +10,7 @@ from torch import Tensor
 
 from storage_ops.loss import checks
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.loss.call import Result, count_of, is_number, is_one_of
+from storage_ops.loss.call import Result, count_of, is_integer, is_number, is_one_of
 from storage_ops.loss.checks import INDICES, check_head, class_indices
 
 IGNORED = -100
@@ -71,19 +71,19 @@ def wrong(loss: str, kind: type[Exception], argument: str, found: object, rule: 
     return checks.wrong(kind, argument, found, rule, f"losses.{loss}")
 
 
-def choice(loss: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
+def check_choice(loss: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raise a ValueError unless a text is one of the allowed ones."""
     if not is_one_of(value, allowed):
         raise wrong(loss, ValueError, f"{argument} is", repr(value), f"one of {allowed}")
 
 
-def true_or_false(loss: str, argument: str, value: Any) -> None:
+def check_flag(loss: str, argument: str, value: Any) -> None:
     """Raise a TypeError unless a value is a bool."""
     if not isinstance(value, bool):
         raise wrong(loss, TypeError, f"{argument} is", repr(value), "True or False")
 
 
-def number(loss: str, argument: str, value: Any) -> None:
+def check_number(loss: str, argument: str, value: Any) -> None:
     """Raise a ValueError unless a value is a finite number."""
     if not is_number(value) or not abs(value) < float("inf"):
         raise wrong(loss, ValueError, f"{argument} is", repr(value), "a finite number")
@@ -92,7 +92,9 @@ def number(loss: str, argument: str, value: Any) -> None:
 TINY = 1e-30  # the least value of an option that must be positive
 
 
-def within(loss: str, argument: str, value: Any, low: float, high: float = float("inf")) -> None:
+def check_range(
+    loss: str, argument: str, value: Any, low: float, high: float = float("inf")
+) -> None:
     """Raise a ValueError unless a number is in a range that includes `low` and excludes `high`."""
     if not is_number(value) or not low <= value < high:
         rule = "a positive number" if low == TINY else f"a finite number of at least {low}"
@@ -168,7 +170,7 @@ def separated(
             or shift is not True or False.
     """
     check_tensor(loss, "target", target)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+    if not is_integer(ignore_index):
         raise wrong(loss, TypeError, "ignore_index is", repr(ignore_index), "an integer")
     if not isinstance(shift, int) or shift not in (0, 1):
         raise wrong(loss, TypeError, "shift is", repr(shift), "True or False")
@@ -282,7 +284,7 @@ def check_indices(loss: str, argument: str, value: object) -> None:
 def check_returns(loss: str, return_logps: Any, return_metrics: Any) -> None:
     """Raise a TypeError or ValueError unless at most one of both options is True."""
     for name, value in (("return_logps", return_logps), ("return_metrics", return_metrics)):
-        true_or_false(loss, name, value)
+        check_flag(loss, name, value)
     if return_logps and return_metrics:
         rule = "False with return_metrics, which has them as 'logps'"
         raise wrong(loss, ValueError, "return_logps is", return_logps, rule)

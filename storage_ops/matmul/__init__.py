@@ -8,8 +8,9 @@ With a tile of rows (tokens) by classes, and hidden size D:
 
 `interface.Matmul` computes them, and tells the planner the scratch memory and the time of each. It
 has two implementations. `aten.Aten` calls torch. `packed.Packed` calls the package's own products
-on a CPU, which sum in float32 in a limited amount of scratch memory. `of` chooses one. A result is
-`wide` if 16-bit operands are multiplied into a float32 result, so that no sum is rounded.
+on a CPU, which sum in float32 in a limited amount of scratch memory (`scratch`). `reference` has
+them in plain torch. `of` chooses one. A result is `wide` if 16-bit operands are multiplied into a
+float32 result, so that no sum is rounded.
 
 `full_sums` is for GPUs: sums within a product are not rounded, whatever the settings of the
 process.

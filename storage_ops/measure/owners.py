@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from storage_ops._subclass import check_module
 from storage_ops.checkpoint.layers.config_policy import is_compiled
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.foundation.walk import is_leaf
+from storage_ops.foundation.values import is_leaf
 from storage_ops.measure.calls import around_calls
 from storage_ops.quantities import readable
 

@@ -18,7 +18,7 @@ from storage_ops._op_arguments import tensors_in
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.op_names import Overload
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.foundation.walk import is_leaf
+from storage_ops.foundation.values import is_leaf
 from storage_ops.measure.calls import outermost
 from storage_ops.simulate.estimate import share_copies
 from storage_ops.simulate.values.wrappers import inside, is_wrapper, is_wrapper_type

@@ -17,23 +17,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.foundation.walk import (
+from storage_ops.foundation.values import (
     CONTAINER,
     FUNCTION,
-    GRADIENT,
     METHOD,
     MODULE,
     OBJECT,
     OPAQUE,
     PARTIAL,
-    REGISTERED,
     TENSOR,
     TUPLE,
-    Visit,
     is_opaque,
     package_of,
-    walk,
 )
+from storage_ops.foundation.walk import GRADIENT, REGISTERED, Visit, walk
 from storage_ops.measure.calls import outermost
 from storage_ops.simulate.mode import Simulation
 
@@ -146,7 +143,7 @@ def on_one_device(
             return t
         if id(t) not in moved:
             captured.tensors = [other for other in captured.tensors if other is not t]
-            moved[id(t)] = simulation.moved(t, torch.device("meta"))
+            moved[id(t)] = simulation.twins.moved(t, torch.device("meta"))
         return moved[id(t)]
 
     result: tuple[Any, Any] = tree_map_only(Tensor, move, (args, kwargs))

@@ -66,7 +66,7 @@ class _Graphs:
             values_of_nodes = [node.meta.get("example_value") for node in gm.graph.nodes]
             sizes = (t.numel() * t.itemsize for t in values_of_nodes if isinstance(t, Tensor))
             self.largest = max(self.largest, *sizes)
-            run = _made_of(gm, examples, self._options)
+            run = _compiled(gm, examples, self._options)
 
             def call(*inputs: object) -> Any:
                 values.extend((run, inputs))
@@ -174,7 +174,7 @@ def _like(value: object) -> Any:
     return TensorSpec.of(value).make().requires_grad_(value.requires_grad)
 
 
-def _made_of(
+def _compiled(
     gm: fx.GraphModule, examples: Sequence[Any], options: dict[str, Any]
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo with the backend, without Inductor."""

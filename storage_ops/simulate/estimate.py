@@ -256,7 +256,7 @@ def simulating(
         # unless this setting allows it.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(simulated_optimizers(captured, simulation, on_gpu))
-        stack.callback(simulation.restore_leaves)
+        stack.callback(simulation.twins.restore_leaves)
         stack.enter_context(following_resizes())
         stack.enter_context(branches_of_a_run(simulation.values))
         stack.enter_context(distributions_unchecked())
@@ -275,7 +275,7 @@ def simulating(
         stack.enter_context(Functions(simulation, on_meta))
         args, kwargs = on_one_device(simulation, captured, args, kwargs)
         for t in captured.tensors:
-            simulation.twin(t)
+            simulation.twins.of(t)
         stack.enter_context(ddp_simulated(captured.modules, simulation))
         yield simulation, args, kwargs
 

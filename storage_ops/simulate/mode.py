@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -24,17 +23,16 @@ from storage_ops.checkpoint.selective.copies import BookedCopies, active
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.op_names import Overload
 from storage_ops.foundation.ops import Args, Kwargs, describe, facts_of
-from storage_ops.foundation.walk import is_leaf
 from storage_ops.simulate.fakes import SimulatedFakes
 from storage_ops.simulate.kernels import fake_tensor_gaps, scratch
 from storage_ops.simulate.module_kinds import NotComparable
 from storage_ops.simulate.ranks import collectives
+from storage_ops.simulate.twins import Twins
 from storage_ops.simulate.values.assume import Assumption, Source, unanswered
 from storage_ops.simulate.values.known import Values
-from storage_ops.simulate.values.leaves import Leaf
 from storage_ops.simulate.values.sizes import Sizes
 from storage_ops.simulate.values.sparse import Sparse
-from storage_ops.simulate.values.wrappers import inside, is_wrapper, is_wrapper_type, rewrapped
+from storage_ops.simulate.values.wrappers import inside, is_wrapper, is_wrapper_type
 from storage_ops.storage import reference
 
 _OPS = torch.ops.storage_ops
@@ -45,8 +43,7 @@ class Simulation(TorchDispatchMode):
     """Runs every op on fake tensors and records the storages that it allocates.
 
     A tensor from outside (real, meta, or of another fake mode) has a fake twin here, so its bytes
-    are neither needed nor changed. Gradients that autograd assigns to such tensors are undone by
-    `restore_leaves`.
+    are neither needed nor changed (`twins`).
     """
 
     def __init__(
@@ -64,6 +61,7 @@ class Simulation(TorchDispatchMode):
         self._fake = SimulatedFakes()
         if not on_gpu:
             self._fake.reads = self.values.knows
+        self.twins = Twins(self, self._fake, self._sparse)
         self._paused = False
         self._wrapped: Any = None  # the last op that was called with a wrapper
         # Provides unknown values in the step of an optimizer, such as its counts of steps.
@@ -72,14 +70,6 @@ class Simulation(TorchDispatchMode):
         self.sent: Counter[str] = Counter()  # bytes from this rank to others, by collective
         self.buckets: list[Tensor] = []  # buckets of DDP
         self._to_host = BookedCopies()
-        # References to tensors from outside, so that their ids and those of their storages stay
-        # valid. By storage: the fake tensor of which all twins with this storage are views.
-        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
-        self._bytes: dict[int, Tensor] = {}
-        self._exchanged: set[int] = set()  # tensors whose twins got other memory
-        self._leaves: dict[int, Leaf] = {}  # by the id of a tensor from outside
-        # Arguments that were moved; callers have references to them.
-        self._moved: list[weakref.ref[torch.UntypedStorage]] = []
         self.parts: list[Ledger] = []  # separate ledgers of recorded calls
 
     @classmethod
@@ -114,7 +104,7 @@ class Simulation(TorchDispatchMode):
         """Return the blocks of a tensor. For a tensor from outside they are those of its twin."""
         if is_wrapper(t):
             return [b for part in inside(t) for b in self.blocks_of(part)]
-        twin = self.twin(t)
+        twin = self.twins.of(t)
         parts = self._sparse.parts(twin) if twin.layout == torch.sparse_coo else [twin]
         blocks = [self.ledger.block_of(part) for part in parts]
         return [block for block in blocks if block is not None]
@@ -127,75 +117,23 @@ class Simulation(TorchDispatchMode):
         if not self.on_gpu:
             self.ledger.see(t, "random state")
 
-    def restore_leaves(self) -> None:
-        """Restore the gradients, flags and hooks of tensors from outside."""
-        for leaf in self._leaves.values():
-            leaf.restore()
-
-    def twin(self, t: Tensor) -> Tensor:
-        """Return the fake twin of a tensor from outside, and record it as an input.
-
-        A wrapper is its own twin, because its class unwraps it.
-        """
-        if not self.is_from_outside(t):
-            return t
-        if is_wrapper(t):
-            return self._wrapper(t)
-        if id(t) not in self._twins:
-            if t.layout == torch.sparse_coo:
-                twin = self._new_sparse(t, self.twin)
-            else:
-                twin = self._new_twin(t)
-                self.ledger.see(twin, "input", is_input=True)
-                self.values.offer(twin, t)
-            self._twins[id(t)] = (t, twin)
-            self.note_leaf(t)
-        return self._twins[id(t)][1]
-
-    def exchange(self, t: Tensor, value: Tensor) -> None:
-        """Replace the memory of a tensor from outside, as `t.data = value` does.
-
-        Only the twin changes, not the tensor itself.
-
-        Raises:
-            RuntimeError: the shape or dtype would change, which a twin does not support.
-        """
-        with no_dispatch():
-            old, new = self.twin(t), self.twin(value)
-            if is_wrapper(t) or (old.shape, old.dtype) != (new.shape, new.dtype):
-                raise RuntimeError(
-                    f"estimate: `fn` sets .data of a {tuple(t.shape)} tensor of {t.dtype} to a "
-                    f"{tuple(value.shape)} one of {value.dtype}. Expected a plain tensor and one "
-                    "of its shape and dtype."
-                )
-            if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
-                self._bytes.pop(t.untyped_storage()._cdata, None)
-                self._twins[id(t)] = (t, new)
-                self._exchanged.add(id(t))
-
     def identity(self, t: Tensor) -> Hashable:
         """Return what identifies the present values of a tensor, as `Values.identity` does."""
-        return self.values.identity([self._with_values(part) for part in inside(t)])
+        return self.values.identity([self.twins.with_values(part) for part in inside(t)])
 
     def digests(self, tensors: list[Tensor]) -> tuple[str, ...]:
         """Return digests of the present values of tensors, as `Values.digest` does."""
-        return tuple(self.values.digest(self._with_values(t)) for t in tensors)
-
-    def _with_values(self, t: Tensor) -> Tensor:
-        return self._twins[id(t)][1] if id(t) in self._twins else t
+        return tuple(self.values.digest(self.twins.with_values(t)) for t in tensors)
 
     def forget(self) -> None:
-        """Drop all fake twins."""
-        for table in (self._twins, self._bytes, self._leaves, self.buckets):
-            table.clear()
+        """Drop all fake twins, and the buckets of DDP."""
+        self.twins.forget()
+        self.buckets.clear()
 
     def alive(self) -> set[int]:
         """Return the keys of this run's live storages, except for moved arguments."""
         known = {s._cdata for ledger in (self.ledger, *self.parts) for s in ledger.alive()}
-        return known - self._keys_of_moved()
-
-    def _keys_of_moved(self) -> set[int]:
-        return {s._cdata for s in (reference() for reference in self._moved) if s is not None}
+        return known - self.twins.keys_of_moved()
 
     def has_made(self, t: FakeTensor) -> bool:
         """Return True if a live tensor belongs to this run and is not a moved argument."""
@@ -203,36 +141,7 @@ class Simulation(TorchDispatchMode):
             return False
         key = t.untyped_storage()._cdata
         known = any(ledger.has(key) for ledger in (self.ledger, *self.parts))
-        return known and key not in self._keys_of_moved()
-
-    def is_exchanged(self, t: Tensor) -> bool:
-        """Return True if the memory of a tensor from outside was replaced."""
-        return id(t) in self._exchanged
-
-    def is_from_outside(self, t: Tensor) -> bool:
-        """Return True if a tensor does not belong to the simulation."""
-        return not (isinstance(t, FakeTensor) and t.fake_mode is self._fake)
-
-    def _wrapper(self, t: Tensor) -> Tensor:
-        for part in inside(t):
-            self.twin(part)
-        self.note_leaf(t)
-        return t
-
-    def moved(self, t: Tensor, device: torch.device) -> Tensor:
-        """Return a fake tensor of the simulation that is like `t` but on another device."""
-        if is_wrapper(t):
-            other = rewrapped(t, lambda part: self.moved(part, device))
-            return other.detach().requires_grad_(t.requires_grad)  # type: ignore[no-any-return]
-        if t.layout == torch.sparse_coo:
-            return self._new_sparse(t, lambda part: self.moved(part, device))
-        new: Tensor = self.unseen(
-            torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=device
-        )
-        self.values.offer(new, t)
-        self.ledger.see(new, "input", is_input=True)
-        self._moved.append(weakref.ref(new.untyped_storage()))
-        return new.requires_grad_(t.requires_grad)
+        return known and key not in self.twins.keys_of_moved()
 
     def unseen(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Run an op on fake tensors without recording its allocations."""
@@ -241,27 +150,6 @@ class Simulation(TorchDispatchMode):
             return func(*args, **kwargs)
         finally:
             self._paused = False
-
-    def _new_twin(self, t: Tensor) -> Tensor:
-        if t.layout != torch.strided:
-            raise TypeError(
-                f"estimate: a tensor is a {type(t).__name__} with layout {t.layout}. Expected "
-                "plain strided tensors."
-            )
-        storage = t.untyped_storage()
-        if storage._cdata not in self._bytes:
-            if t.is_contiguous() and storage.nbytes() == t.numel() * t.itemsize:
-                # One op creates a plain tensor, but a view of bytes takes six.
-                alone: Tensor = self.unseen(
-                    torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device
-                )
-                self._bytes[storage._cdata] = alone
-                return alone
-            self._bytes[storage._cdata] = self.unseen(
-                torch.empty, storage.nbytes(), dtype=torch.uint8, device=t.device
-            )
-        whole, offset = self._bytes[storage._cdata], int(t.storage_offset())
-        return self.viewed(whole, t.shape, t.stride(), offset, t.dtype)
 
     def viewed(
         self,
@@ -289,35 +177,10 @@ class Simulation(TorchDispatchMode):
     def imitate(self, new: Tensor, t: Tensor) -> None:
         """Copy the known values of `t` to its copy `new`."""
         with no_dispatch():
-            self.values.imitate(new, self.twin(t))
+            self.values.imitate(new, self.twins.of(t))
 
     def _temporary(self, t: Tensor, made_by: str) -> None:
         self.ledger.temporary(t, made_by)
-
-    def _new_sparse(self, t: Tensor, new: Callable[[Tensor], Tensor]) -> Tensor:
-        if isinstance(t, FakeTensor) or t.is_meta:
-            raise TypeError(
-                f"estimate: a sparse tensor is a {type(t).__name__} on {t.device}. Expected a real "
-                "one, because others do not know how many elements they have."
-            )
-        with no_dispatch(), torch.no_grad():
-            indices, values, coalesced = t._indices(), t._values(), t.is_coalesced()
-        return self._sparse.new(new(indices), new(values), t.shape, coalesced)
-
-    def note_leaf(self, t: Tensor) -> None:
-        """Record the state of a tensor from outside before the run changes it.
-
-        Replace its gradient by a fake one.
-        """
-        if not is_leaf(t) or id(t) in self._leaves:
-            return
-        self._leaves[id(t)] = leaf = Leaf.of(t)
-        gradient = t.grad
-        if isinstance(gradient, FakeTensor) and gradient.fake_mode is self._fake:
-            leaf.gradient = None  # assigned in this run
-        # Only the run references this twin, so it is freed when the run drops it.
-        elif gradient is not None:
-            t.grad = self.moved(gradient, gradient.device)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -332,13 +195,13 @@ class Simulation(TorchDispatchMode):
             return NotImplemented  # NotImplemented calls this again for the inner tensors
         facts = facts_of(func)
         if facts.is_plain_view and not kwargs:
-            t = self.twin(args[0])
+            t = self.twins.of(args[0])
             if isinstance(t, FakeTensor) and t.layout == torch.strided and t.constant is None:
                 return self._view(func, t, args[1:])
         if func is _aten._local_scalar_dense.default:
             return self._value(func, args[0])
         _check_device(func, kwargs.get("device"))
-        args, kwargs = with_tensors(self.twin, (args, kwargs))
+        args, kwargs = with_tensors(self.twins.of, (args, kwargs))
         inputs = tensors_in((args, kwargs))
         is_inside = func is self._wrapped
         if facts.in_place is not None and not is_inside and inputs[0].layout == torch.strided:
@@ -415,7 +278,7 @@ class Simulation(TorchDispatchMode):
         )
 
     def _value(self, func: Overload, t: Tensor) -> Any:
-        known = self.values.read(self.twin(t))
+        known = self.values.read(self.twins.of(t))
         if known is not None:
             with no_dispatch():
                 return func(known)
@@ -426,7 +289,7 @@ class Simulation(TorchDispatchMode):
 
     def listed(self, t: Tensor) -> Any:
         """Return the result of `t.tolist()`."""
-        known = self.values.read(self.twin(t))
+        known = self.values.read(self.twins.of(t))
         with no_dispatch():
             if known is None:
                 number = self._value(_aten._local_scalar_dense.default, t)

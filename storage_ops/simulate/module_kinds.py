@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from storage_ops.checkpoint.layers.config_policy import uncompiled
+from storage_ops.foundation.functions import cells_of
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.foundation.walk import (
+from storage_ops.foundation.values import (
     OBJECT,
     OF_EVERY_MODULE,
-    cells_of,
+    cached_by_class,
     is_opaque,
     kind_of,
 )
@@ -190,7 +191,7 @@ class _Attributes(Comparison):
         )
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_class
 def _is_of_python(cls: type) -> bool:
     """Return True if an instance's dictionary is its whole state."""
     if cls in _NAMESPACES:

@@ -45,7 +45,7 @@ class Watch:
         self.is_over = False  # a value that code kept then behaves like the plain one
         self._spots = spots
         self._plain: list[tuple[Any, Any, Any]] = []
-        self._made: list[weakref.ref[WatchedValue]] = []
+        self._watched_values: list[weakref.ref[WatchedValue]] = []
 
     def __enter__(self) -> Watch:
         for position, (holder, key) in self._spots.items():
@@ -62,7 +62,7 @@ class Watch:
     @property
     def is_kept(self) -> bool:
         """Return True if a watched value exists after the block, so that later code may read it."""
-        return any(reference() is not None for reference in self._made)
+        return any(reference() is not None for reference in self._watched_values)
 
     def refuse(self) -> None:
         """Stop watching, unless the block has ended.
@@ -108,7 +108,7 @@ class Watch:
 
     def _watched(self, value: object, expression: Expression) -> WatchedValue:
         watched = WatchedValue(value, expression, self)
-        self._made.append(weakref.ref(watched))
+        self._watched_values.append(weakref.ref(watched))
         return watched
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import storage_ops as so
-from storage_ops.foundation.walk import is_module_of_torch
+from storage_ops.foundation.values import is_module_of_torch
 
 
 class Recurrent(nn.Module):

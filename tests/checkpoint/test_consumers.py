@@ -428,7 +428,7 @@ def test_a_container_without_references_is_freed(path):
 
     y = so.output_discard(lambda x: {"h": x.exp()}, consumer)(x)
     region = next(r for m in producers.values() if (r := m()) is not None)
-    assert inside[0]() is None and region._discarded
+    assert inside[0]() is None and region.outputs.discarded
     y.sum().backward()
     torch.testing.assert_close(x.grad, x.detach().exp() * x.detach().exp().cos())
 

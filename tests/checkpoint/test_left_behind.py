@@ -55,7 +55,7 @@ def test_an_error_around_a_layer(mode, error):
         assert_nothing_is_left()
     module[2].error = None
     assert torch.equal(torch.autograd.grad(module(x).sum(), x)[0], right)
-    assert not [r for r in producers.values() if r.discardable]
+    assert not [r for r in producers.values() if r.outputs.discardable]
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -162,7 +162,7 @@ def test_a_trace_of_torch_jit(mode):
     so.apply_activation_checkpoint(module, {"layer_names": ["0"], "mode": mode, **options})
     traced = torch.jit.trace(module, x)
     assert torch.equal(traced(x), right) and torch.equal(traced(x), right)
-    assert not [r for r in producers.values() if r.discardable]
+    assert not [r for r in producers.values() if r.outputs.discardable]
 
 
 @pytest.mark.parametrize("mode", ["full", "output_discard", "selective"])

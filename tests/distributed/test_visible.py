@@ -83,7 +83,7 @@ def traces(rank):
 def order(rank):
     """A chunk sends its maxima, and later its sums, while the next chunk runs its products."""
     p = Problem(3 * TOKENS, HIDDEN, PART, matmul.of(torch.float32, "cpu", 1), several=True)
-    plan = planner.parse(p, f"token-chunked {TOKENS} {PART}")
+    plan = planner.make(planner.schedule_of(p, f"token-chunked {TOKENS} {PART}"))
     assert planner.schedule_of(p, plan.key).tiles == 2
     args = arguments({}, torch.float32, tokens=3 * TOKENS)
     gm = make_fx(step(loss_with({"plan": plan})), tracing_mode="fake")(*args)

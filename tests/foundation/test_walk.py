@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from storage_ops.foundation.walk import LONG, is_leaf, is_opaque, names_of_globals, walk
+from storage_ops.foundation.functions import names_of_globals
+from storage_ops.foundation.values import LONG, is_leaf, is_opaque
+from storage_ops.foundation.walk import walk
 
 SHARED = {"scale": torch.ones(1)}
 NOTHING = None

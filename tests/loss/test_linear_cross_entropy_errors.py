@@ -72,6 +72,7 @@ def arguments(**changes):
         refused(ValueError, "`input_grad` is 'sum'. Expected one of", input_grad="sum"),
         refused(TypeError, "`check_ranks` is 1. Expected True or False", check_ranks=1),
         refused(ValueError, "`max_valid` is -1. Expected None, 'sync' or a count", max_valid=-1),
+        refused(ValueError, "`max_valid` is True. Expected None, 'sync'", max_valid=True),
         refused(
             RuntimeError, "`max_valid` is 4. Expected at least 5, the number of tok", max_valid=4
         ),

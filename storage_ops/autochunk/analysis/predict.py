@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from storage_ops.autochunk.analysis import op_plan
 from storage_ops.autochunk.analysis.rules import RULES
 from storage_ops.autochunk.fx_graph.nodes import (
     elements,
@@ -221,9 +222,7 @@ def held_inside(node: fx.Node) -> int:
         chunk = max(_chunk(node, p, -(-n // p.count(n))) for p, n in programs)
         return wide + max(chunk - late, 0)
     if name_of(node).startswith("storage_ops.linear_cross_entropy"):
-        from storage_ops.autochunk.analysis.op_plan import scratch
-
-        return scratch(node)
+        return op_plan.scratch(node)
     return 0
 
 

@@ -87,7 +87,7 @@ class OutputDiscardChain:
                 self._discard_used(block, ())
         finally:
             for region in self._regions:
-                region.forget_outputs()
+                region.outputs.forget()
             self._regions = []
             self._containers.clear()
 
@@ -134,7 +134,9 @@ class OutputDiscardChain:
             verify(region, [block])
         for region in self._regions:
             unused = [
-                entry.handle for entry in region.discardable if not region.uses.get(entry.key)
+                entry.handle
+                for entry in region.outputs.discardable
+                if not region.outputs.uses.get(entry.key)
             ]
             region.discard(keep=(*unused, *hook_tensors))
             for t in hook_tensors:

@@ -87,9 +87,11 @@ class ConsumerHooks:
 
         pack.keeps_others = outer is None  # type: ignore[attr-defined]
         self.start = torch._C._autograd._get_sequence_nr()
-        self._before = {id(m): RefCounts.of(r, m) for r in self._regions for m in r.discardable}
+        self._before = {
+            id(m): RefCounts.of(r, m) for r in self._regions for m in r.outputs.discardable
+        }
         if not self._named:  # the block names each output once, and no other code needs to
-            alive = (m.output() for r in self._regions for m in r.discardable)
+            alive = (m.output() for r in self._regions for m in r.outputs.discardable)
             self._outputs = {id(t): t for t in alive if t is not None}
             self._before = {m: now._replace(names=1) for m, now in self._before.items()}
         self._in_containers = self._containers.count()
@@ -113,7 +115,7 @@ class ConsumerHooks:
         """Mark the outputs that values of the block still reference. They are kept."""
         stored = self._containers.stored(self._in_containers)
         for region in self._regions:
-            for entry in region.discardable:
+            for entry in region.outputs.discardable:
                 now = RefCounts.of(region, entry)
                 before = self._before.get(id(entry))
                 if before is None:  # an output of this block's regions: one name is the caller's
@@ -143,7 +145,7 @@ def _packed(t: Tensor, version: int, region: Region | None) -> SavedTensor:
 
 def _finish(region: Region) -> None:
     """Discard the output of a region whose consumer has run, unless something references it."""
-    for entry in region.discardable:
+    for entry in region.outputs.discardable:
         before = entry.first_counts._replace(names=1)
         now = RefCounts.of(region, entry)
         entry.is_referenced = is_referenced(now, before, entry, variables=True)
@@ -164,7 +166,7 @@ def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
     made_since = torch._C._autograd._get_sequence_nr() - region.end
     if made_since <= sum(block.end - max(block.start, region.end) for block in blocks):
         return
-    for entry in region.discardable:
+    for entry in region.outputs.discardable:
         first = entry.first_counts._replace(names=1 << 30)  # a name is not a use by the graph
         if not is_referenced(
             RefCounts.of(region, entry), first, entry, variables=True, with_graph=True
@@ -172,9 +174,9 @@ def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
             continue
         known = {id(use.tensor) for use in gc.get_objects() if type(use) is SavedOutput}
         output = entry.output()
-        outputs = [o for m in region.discardable if (o := m.output()) is not None]
+        outputs = [o for m in region.outputs.discardable if (o := m.output()) is not None]
         known |= {id(t) for o in outputs for t in (o, o._base)} | {
-            id(m.handle) for m in region.discardable
+            id(m.handle) for m in region.outputs.discardable
         }
         mine = [t for t in _live_tensors() if id(t) not in known and storage_key(t) == entry.key]
         views = sum(t._base is output for t in mine) if output is not None else 0

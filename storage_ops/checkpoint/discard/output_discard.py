@@ -237,7 +237,7 @@ class OutputDiscardCheckpoint:
                     f"`hook_tensor` for the region {region.name} needs no grad. Expected a tensor "
                     "computed from its output, whose gradient triggers the recompute."
                 )
-            if region.made_this(t):
+            if region.outputs.include(t):
                 fail(
                     f"`hook_tensor` is the output of the region {region.name}, or a view of it. "
                     "Expected a tensor that its consumer computes from it."
@@ -259,7 +259,7 @@ class OutputDiscardCheckpoint:
     def clear(self) -> None:
         """Forget a region whose output will not be discarded. Its backward still works."""
         if self._region is not None:
-            self._region.forget_outputs()
+            self._region.outputs.forget()
         self._region, self._blocks, self._outputs = None, [], None
         self._containers.clear()
         self._called = False
@@ -311,7 +311,7 @@ def _run_region(
     region = Region(fn, args, kwargs, options, name)
     outputs = region.forward(args, kwargs)
     if in_compiled:  # The graph broke inside of `fn`. The compiled code around it discards nothing.
-        region.forget_outputs()
+        region.outputs.forget()
         return outputs, None
     return outputs, region
 

@@ -38,7 +38,7 @@ class _Scope(OutputDiscardChain):
 
     def _discard_used(self, block: ConsumerHooks, hook_tensors: tuple[Tensor, ...]) -> None:
         for region in self._regions:
-            for entry in region.discardable:
+            for entry in region.outputs.discardable:
                 # Code with a reference to the output may modify it.
                 entry.is_referenced = entry.is_referenced or entry.is_modified
         keep_ends_of_rows(self._regions)

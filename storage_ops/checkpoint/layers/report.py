@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -20,14 +21,13 @@ from storage_ops.checkpoint.layers import wrapper
 from storage_ops.checkpoint.layers.config_policy import class_of
 from storage_ops.checkpoint.saved.guard import by_storage, with_bytes
 from storage_ops.checkpoint.state.execution import disable_checkpointing
+from storage_ops.checkpoint.state.left_behind import run_on_fakes
 from storage_ops.checkpoint.state.unchanged import places_of, replaced, unchanged
 from storage_ops.foundation.op_names import Op
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.quantities import Tabular, readable
 
 if TYPE_CHECKING:
-    from torch._subclasses import FakeTensorMode
-
     from storage_ops.tables import Grid
 
 
@@ -160,8 +160,6 @@ def _kept_bytes(
 
     Also return the classes of outputs that would be discarded if their storages were known.
     """
-    # Imports fake tensors, which takes time.
-    from storage_ops.checkpoint.state.left_behind import run_on_fakes
 
     def run(fake: FakeTensorMode) -> tuple[int, tuple[str, ...]]:
         def imitate(t: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Token-wise modules that run on slices of the sequence, in forward and in backward.
 
 The intermediates of an MLP exist for one tile at a time. In backward, each tile runs again, and its
-backward runs before the next tile. `tile_run.py` has one call of a tiled module.
+backward runs before the next tile. `tile_run.py` has one call of a tiled module. `token_wise.py`
+checks at the first call that the module treats each token alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from storage_ops._subclass import Replaced, check_module, like
-from storage_ops.checkpoint.layers import tile_run
+from storage_ops.checkpoint.layers import tile_run, token_wise
 from storage_ops.checkpoint.layers.tile_run import TiledModule, fail
 from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.region.options import is_repeatable
@@ -94,8 +95,8 @@ class Tiling:
             return torch.cat(parts, tiled.dim)
         if torch.is_grad_enabled() and not is_repeatable():
             return torch.cat([tiled.host.run(t) for t in tiled.split(x)], tiled.dim)
-        if not self.checked and tile_run.can_check_tokens(tiled, x):
-            self.checked = tile_run.check_tokens(tiled, x)
+        if not self.checked and token_wise.can_check(tiled, x):
+            self.checked = token_wise.check(tiled, x)
             if not self.checked:  # no output needs a gradient
                 with torch.no_grad():
                     return tile_run.run(tiled, x)

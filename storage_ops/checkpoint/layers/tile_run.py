@@ -16,20 +16,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
+from storage_ops.checkpoint.layers.last_product import LastProductLeftOut
 from storage_ops.checkpoint.region.backward_pass import is_retained
 from storage_ops.checkpoint.region.inputs import Inputs
-from storage_ops.checkpoint.saved.light_mode import LightMode
-from storage_ops.checkpoint.saved.ref_counts import RefCounts
 from storage_ops.checkpoint.saved.saved import explain_transform
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.unchanged import Place, places_of, replaced
-from storage_ops.foundation.op_names import Op, is_view
-from storage_ops.foundation.ops import Args, Kwargs, facts_of
 
 # During a call other tensors replace the module's parameters, so the next call must wait.
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -211,7 +206,7 @@ class _TiledCall:
                 where = (tiled.dim, at, tile.shape[tiled.dim])
                 at += where[2]
                 tile = _of_class(type(x), tile.detach()).requires_grad_(needed[0])
-                with self._state.modes.again(), _LastProductLeftOut(leaves_out) as mode:
+                with self._state.modes.again(), LastProductLeftOut(leaves_out) as mode:
                     out = tiled.output_of(tile)
                 mode.finish(weakref.ref(out))
                 tiled.check_leaves(out, [tile, *(total.leaf for total in sums)])
@@ -224,93 +219,6 @@ class _TiledCall:
         if not is_retained():
             self._inputs = self._state = None
         return [gradient_of_x, *(total.total() for total in sums)]
-
-
-class _LastProductLeftOut(LightMode):
-    """Leaves out the matrix product that ends a block, if backward only needs its inputs.
-
-    A product waits until the next op that computes something, and then runs. Views do not count as
-    reads. A checkpoint does the same, because it ends its recompute at the last saved tensor. The
-    last product is left out only if nothing else references its output. A function that saved it,
-    or a hook, may read it in backward.
-    """
-
-    def __init__(self, leaves_out: bool) -> None:
-        super().__init__()
-        self._waiting: tuple[Any, Any, Tensor] | None = None
-        self._leaves_out = leaves_out
-
-    def dispatch(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an op, after the waiting product. If the op is a product, let it wait."""
-        if is_view(op) or op is _aten._unsafe_view.default or op.namespace == "prim":
-            return op(*args, **kwargs)  # an op of prim asks for a fake tensor's device
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            product, factors, out = waiting
-            with torch.no_grad():  # the op may run before autograd, such as a size
-                product(*factors, out=out)
-        leaves_out = self._leaves_out and not kwargs and _is_plain_product(op)
-        if not leaves_out or any(type(t) not in _PLAIN for t in args) or not _fit(*args):
-            return op(*args, **kwargs)
-        first, second = args[-2:]
-        result: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))
-        self._waiting = op.overloadpacket.out, args, result
-        return result
-
-    def finish(self, output: Callable[[], Tensor | None]) -> None:
-        """Run the waiting product if other code than the caller references its result.
-
-        Args:
-            output: returns the output of the block, which is the result of the product or a view.
-        """
-        if self._waiting is None:
-            return
-        product, factors, result = self._waiting
-        self._waiting, out = None, output()
-        assert out is not None
-        base, key = out._base, result.untyped_storage()._cdata
-        # These are the references from autograd, the caller and local names. Code with any other
-        # reference may read the output.
-        known = [weakref.ref(t) for t in (result, base, out) if t is not None]
-        now = [RefCounts.counted(key, ref) for ref in known]
-        tensors = len({id(ref()) for ref in known})
-        expected = [
-            RefCounts(
-                tensors, 1 + (t is base), sum(t is name for name in (result, base, out, output()))
-            )
-            for t in (result, base, out)
-            if t is not None
-        ]
-        if now != expected:
-            with torch.no_grad():
-                product(*factors, out=result.data)  # this write does not bump the version
-
-
-def _is_plain_product(op: Op) -> bool:
-    """Return True for a product of two matrices or two batches that has an `out` argument.
-
-    Such an op does not save its result for backward.
-    """
-    product = facts_of(op).product
-    return product is not None and product.on_cublas and product.form == "matrices"
-
-
-def _fit(*factors: Tensor) -> bool:
-    """Return True if a product of these arguments raises no error, which its caller could catch."""
-    *added, first, second = factors
-    shape = (*first.shape[:-1], second.shape[-1])
-    return (
-        first.ndim == second.ndim
-        and first.shape[:-2] == second.shape[:-2]
-        and first.shape[-1] == second.shape[-2]
-        and all(t.dtype == first.dtype and t.device == first.device for t in factors)
-        and all(t.shape in (shape, shape[-1:]) for t in added)
-    )
-
-
-_aten = torch.ops.aten
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Host(nn.Module):
@@ -407,84 +315,3 @@ def run(tiled: TiledModule, x: Tensor) -> Tensor:
         return tiled.run(x)
     call = _TiledCall(tiled, x, places)
     return _Tiled.apply(call, x, *call.parameters)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _as_it_is(t: Tensor) -> Tensor:
-    return t
-
-
-def can_check_tokens(tiled: TiledModule, x: Tensor) -> bool:
-    """Return True if `check_tokens` can detect a dependence in this call.
-
-    It needs gradients and values, and no dispatch mode: such a mode may record the check's ops for
-    a checkpoint, or make tensors fake. Whole numbers, such as token ids, have no gradients.
-    """
-    has_tokens = x.numel() > 0 and x.shape[tiled.dim] > 2
-    is_differentiable = x.is_floating_point() or x.is_complex()
-    has_gradients = is_differentiable and not torch.is_inference_mode_enabled()
-    return has_tokens and has_gradients and not torch._C._len_torch_dispatch_stack()
-
-
-def _has_zeros(p: Tensor) -> bool:
-    if type(p) is not nn.Parameter or p.dtype not in _FLOATS or p.numel() == 0:
-        return False
-    # The norm of order -inf is the smallest magnitude. torch computes it without a temporary
-    # tensor.
-    return not torch.linalg.vector_norm(p.detach().flatten(), -torch.inf)
-
-
-def _without_zeros(t: Tensor) -> Tensor:
-    """Return a detached copy of a tensor with positive random numbers in place of zeros."""
-    t = t.detach()
-    random = torch.rand_like(t).add_(0.5).div_(max(t.shape[-1:], default=1) ** 0.5)
-    return torch.where(t == 0, random, t)
-
-
-def check_tokens(tiled: TiledModule, x: Tensor) -> bool:
-    """Raise an error for a module whose output at a token depends on other tokens.
-
-    The check runs the module on three tokens. It computes the gradient of the output at the middle
-    token with respect to the input at the other two. In a token-wise module this gradient is zero.
-    A parameter that is initially zero, such as a gate, would hide a dependence. So the check
-    replaces zeros in parameters and in the input by random numbers.
-
-    Returns:
-        True, or False if the output requires no gradient, so that a dependence cannot be detected.
-
-    Raises:
-        ValueError: the gradient is not zero.
-        RuntimeError: the module uses a tensor that requires grad and is not its parameter.
-    """
-    parameters = list(tiled.host.parameters())
-    state = ExecutionState(Surroundings.of(tiled.host.run, [], [x]), preserve_rng_state=True)
-    copies = {b: b.clone() for b in tiled.host.buffers()}
-    # The surrounding hooks count saved tensors, so use other hooks here.
-    own = saved_tensors_hooks(_as_it_is, _as_it_is)
-    with state, torch.enable_grad(), own:
-        for p in parameters:
-            if _has_zeros(p):
-                copies[p] = _without_zeros(p).requires_grad_(p.requires_grad)
-            elif p.grad_fn is not None:  # of `functional_call`; a call detaches it, too
-                copies[p] = p.detach().requires_grad_()
-        places = [(at, name, copies[t]) for at, name, t in places_of(tiled.host) if t in copies]
-        tile = x.detach().narrow(tiled.dim, 0, 3)
-        tile = (_without_zeros(tile) if type(x) in _PLAIN else tile.clone()).requires_grad_()
-        with replaced(places):
-            out = tiled.output_of(tile)
-        tiled.check_leaves(out, [tile, *parameters, *copies.values()])
-        if not out.requires_grad:
-            return False
-        middle = out.narrow(tiled.dim, 1, 1)
-        (gradient,) = torch.autograd.grad(
-            middle, tile, torch.rand_like(middle) + 0.5, allow_unused=True
-        )
-    if gradient is not None and any(
-        gradient.narrow(tiled.dim, other, 1).ne(0).any() for other in (0, 2)
-    ):
-        fail(
-            tiled.name,
-            f"is not token-wise: its output at one place of dimension {tiled.dim} depends on its "
-            "input at another. Expected a module such as an MLP or a norm of the last dimension.",
-            ValueError,
-        )
-    return True

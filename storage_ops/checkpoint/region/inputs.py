@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from storage_ops import _library
 from storage_ops.checkpoint.saved.outputs import producer_of
 from storage_ops.checkpoint.saved.saved import fail, stride_of
-from storage_ops.foundation.walk import is_leaf
+from storage_ops.foundation.values import is_leaf
 
 _CONSUMERS = "storage_ops.checkpoint.discard.consumers"
 _MODIFIED = "modified by an inplace operation"  # in torch's error

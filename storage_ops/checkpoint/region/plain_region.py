@@ -103,11 +103,11 @@ def resume(
         args, kwargs: the arguments of the call.
         unusual: the list that `forward_and_discard` has returned.
     """
-    made: Region = plain.region()
-    assert made._inputs is not None
+    region: Region = plain.region()
+    assert region._inputs is not None
     issued, start = unusual.pop(), unusual.pop()
-    made._inputs.tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    return made.returned(unusual, start, issued), made
+    region._inputs.tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    return region.returned(unusual, start, issued), region
 
 
 @eager
@@ -115,22 +115,22 @@ def _make(*parts: Any) -> Region:
     """Return the region that takes over from a `PlainRegion` with these parts."""
     fn, options, name, serial, contexts, inputs, native, facts, attention, *rest = parts
     saved, running, recomputed, task, output = rest
-    made = Region.__new__(Region)
-    made.name, made.options, made._serial, made._fn = name, options, serial, fn
-    made._inputs = None if inputs is None else Inputs.of_library(inputs)
-    made._state = None if native is None else Snapshot(native, facts, attention, running)
-    made._captured = []
-    made.set_up(contexts or (), saved)
-    made._running = running
+    region = Region.__new__(Region)
+    region.name, region.options, region._serial, region._fn = name, options, serial, fn
+    region._inputs = None if inputs is None else Inputs.of_library(inputs)
+    region._state = None if native is None else Snapshot(native, facts, attention, running)
+    region._captured = []
+    region.set_up(contexts or (), saved)
+    region._running = running
     if recomputed is not None:
-        made._recomputed, made._task = recomputed, task
+        region._recomputed, region._task = recomputed, task
     if output is not None:
-        _give_output(made, *output)
-    return made
+        _give_output(region, *output)
+    return region
 
 
 def _give_output(
-    made: Region,
+    region: Region,
     key: int,
     handle: Tensor,
     output: weakref.ref[Tensor] | None,
@@ -142,12 +142,12 @@ def _give_output(
     """Give a region the output that the library has noted or discarded."""
     handle.untyped_storage()  # `RefCounts` counts the Python object of a storage
     entry = DiscardableOutput(0, key, handle, output or _freed, version, description, _FIRST)
-    made.uses[key] = uses
+    region.outputs.uses[key] = uses
     if is_discarded:
-        made._discarded = [entry]
+        region.outputs.discarded = [entry]
     else:
-        made.discardable = [entry]
-    producers[key] = weakref.ref(made)
+        region.outputs.discardable = [entry]
+    producers[key] = weakref.ref(region)
 
 
 def _freed() -> None:

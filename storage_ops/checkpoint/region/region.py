@@ -26,18 +26,13 @@ from storage_ops.checkpoint.region.call_in import call_in
 from storage_ops.checkpoint.region.errors import explain_difference, explain_lost_memory
 from storage_ops.checkpoint.region.inputs import Inputs, leaves_of
 from storage_ops.checkpoint.region.options import Options
+from storage_ops.checkpoint.region.outputs import Outputs
 from storage_ops.checkpoint.region.rows import SavedBytes
-from storage_ops.checkpoint.saved import guard, saved_tensors
+from storage_ops.checkpoint.saved import saved_tensors
 from storage_ops.checkpoint.saved.guard import storage_key
 from storage_ops.checkpoint.saved.matching import OpLog
-from storage_ops.checkpoint.saved.outputs import (
-    DiscardableOutput,
-    discardable_outputs,
-    producer_of,
-    producer_of_storage,
-    producers,
-)
-from storage_ops.checkpoint.saved.saved import Saved, check_unread, explain_transform, fail
+from storage_ops.checkpoint.saved.outputs import producer_of, producer_of_storage, producers
+from storage_ops.checkpoint.saved.saved import check_unread, explain_transform, fail
 from storage_ops.checkpoint.saved.saved_tensors import (
     RecomputedTensors,
     SavedTensors,
@@ -47,7 +42,7 @@ from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.snapshot import Snapshot, state_before
 from storage_ops.foundation import collectives, fsdp
 from storage_ops.foundation.eager import eager
-from storage_ops.storage.storage import discard_storage, is_own, share_storage, wait_for
+from storage_ops.storage.storage import wait_for
 
 serials = itertools.count()  # numbers of regions, in the order of their calls
 # This node saves its input, and noise that its kernel writes only afterwards.
@@ -60,16 +55,14 @@ class Region:
     """A call of `fn(*args, **kwargs)` that can be repeated in backward.
 
     Attributes:
-        discardable: the outputs that `discard` may free.
+        outputs: the outputs that it allocated, some of which may be discarded.
         producers: the regions whose discarded outputs this one reads.
         allocated: the bytes that the forward saves, if the options ask for them.
         is_frozen: whether no output needs a gradient.
+        communicates: whether the forward runs collectives, so that all ranks must recompute.
         end: the number of the first autograd node after the forward.
-        uses: for the key of a storage, how many saved tensors of consumers share it.
     """
 
-    discardable: Sequence[DiscardableOutput] = ()
-    _discarded: Sequence[DiscardableOutput] = ()  # freed, until the recompute
     # Captured tensors that need a gradient, as weak references: a region must not keep them.
     _versions: Sequence[tuple[weakref.ref[Tensor], int]] = ()
     _parameters: Sequence[weakref.ref[Tensor]] = ()  # captured ones that FSDP may shard
@@ -79,7 +72,7 @@ class Region:
     _task: Any = None
     _recomputed: RecomputedTensors | None = None
     _reread = False
-    communicates = False  # with other ranks, which recompute as well
+    communicates = False
     _running = False  # the forward; a backward inside it may read saved tensors
     is_frozen = False
     end = 0
@@ -120,15 +113,10 @@ class Region:
             saved: describes the tensors that the forward saves.
         """
         self._contexts, self._saved = contexts, saved
-        self._checksums = self.options.checksums
         self._stops = self.options.early_stop
         self._lock = RLock()
         self.producers: set[Region] = set()
-        self.uses: dict[int, int] = {}
-
-    def __del__(self) -> None:
-        for entry in (*self.discardable, *self._discarded):
-            producers.pop(entry.key, None)
+        self.outputs = Outputs(self.name, self.options)
 
     @staticmethod
     def is_saved_by_another() -> bool:
@@ -176,9 +164,12 @@ class Region:
         if self._captured and fsdp.is_used():
             self._parameters = [weakref.ref(t) for t in self._captured if fsdp.is_parameter(t)]
         if self.options.discards:
-            self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
+            self.is_frozen = not any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+            first = None if self.is_frozen else start
+            attributes = getattr(outputs, "__dict__", {})
+            self.outputs.find(self, leaves, attributes, self._inputs.tensors, first)
             if self.allocated is not None:
-                self.allocated.finish(self._inputs.tensors, self.discardable)
+                self.allocated.finish(self._inputs.tensors, self.outputs.discardable)
         if collectives.number_issued() != issued:
             self.note_communication(leaves)
         self._captured = []
@@ -201,60 +192,20 @@ class Region:
         self.communicates = True
         collectives.call_before_backward(outputs, self.trigger())
 
-    def _note_made(self, leaves: list[Any], attributes: dict[str, Any], start: int) -> None:
-        """Find the outputs that can be discarded."""
-        assert self._inputs is not None
-        self.is_frozen = not any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
-        first = None if self.is_frozen else start
-        self.discardable = discardable_outputs(leaves, attributes, self._inputs.tensors, first)
-        for entry in self.discardable:
-            entry.description = Saved(leaves[entry.index], self._checksums)
-            producers[entry.key] = weakref.ref(self)
-
-    def made_this(self, t: object) -> bool:
-        """Return True if a tensor is an output that this region made, or a view of one."""
-        return storage_key(t) in {entry.key for entry in self.discardable}
-
     def discard(self, keep: Iterable[Any] = ()) -> None:
         """Free the outputs that this region allocated; the recompute binds them back.
 
         Args:
             keep: tensors whose storages must not be freed.
         """
-        kept = {storage_key(leaf) for leaf in keep}
-        for entry in self.discardable:
-            # A consumer may have shown the output to numpy, or put it into shared memory.
-            if entry.is_referenced or not is_own(entry.handle):
-                kept.add(entry.key)
-        freed = [entry for entry in self.discardable if entry.key not in kept]
-        for entry in freed:
-            if entry.is_modified:
-                fail(
-                    f"output {entry.index} of {self.name} was modified in place after the region, "
-                    "so the recompute could not restore it. Nothing was freed. Modify a clone "
-                    "instead."
-                )
-        message = guard.message(self.name)
+        free = self.outputs.free_to_discard(keep)
         try:
-            for entry in freed:
-                discard_storage(entry.handle, guard=message, allow_leaf=True)
-                self._discarded = (*self._discarded, entry)
+            self.outputs.discard(free)
         except RuntimeError:  # a storage cannot be freed: restore the others
             self.restore()
             self.end_backward(retained=True)
             raise
-        if self.options.debug:
-            for entry in freed:
-                guard.watch(entry.output(), message)
-        self.forget_outputs()
-
-    def forget_outputs(self) -> None:
-        """Let go of the outputs that were not discarded."""
-        waiting = {entry.key for entry in self._discarded}
-        for entry in self.discardable:
-            if entry.key not in waiting:
-                producers.pop(entry.key, None)
-        self.discardable = []
+        self.outputs.forget()
 
     @eager
     def trigger(self) -> Callable[[Any], None]:
@@ -279,7 +230,7 @@ class Region:
 
     def restore(self, for_another: bool = False) -> None:
         """Bind discarded outputs back, if they are still missing."""
-        if self._discarded:
+        if self.outputs.discarded:
             self.recompute(for_another)
 
     def _freed_before(self) -> list[Region]:
@@ -287,7 +238,7 @@ class Region:
         regions: set[Region] = set()
         stack = [self]
         while stack:
-            missing = {r for r in stack.pop().producers if r._discarded} - regions
+            missing = {r for r in stack.pop().producers if r.outputs.discarded} - regions
             regions |= missing
             stack += missing
         return sorted(regions, key=lambda region: region._serial)
@@ -346,7 +297,7 @@ class Region:
             if self._versions:
                 modified += self._modified()
         start = torch._C._autograd._get_sequence_nr()
-        whole = self._discarded or self.communicates or modified
+        whole = self.outputs.discarded or self.communicates or modified
         stops = self._running or (self._stops and not whole)
         args, kwargs = self._inputs.again(self.name)
         again = self._saved.recompute(bool(stops))
@@ -388,8 +339,8 @@ class Region:
         if modified:
             tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             check_unread(self.name, modified, outputs, start, tensors)
-        if self._discarded and not self._running:
-            self._bind(outputs)
+        if self.outputs.discarded and not self._running:
+            self.outputs.bind(outputs)
         return again
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_next: bool) -> Any:
@@ -410,29 +361,6 @@ class Region:
             del self._log.ops[len(log.ops) :]
         return self._log.difference(log)
 
-    def _bind(self, outputs: list[Any]) -> None:
-        """Bind recomputed outputs to the discarded ones, if all of them fit."""
-        for entry in self._discarded:
-            first = entry.description
-            assert first is not None
-            again = outputs[entry.index] if entry.index < len(outputs) else None
-            found = Saved(again, self._checksums) if isinstance(again, Tensor) else None
-            if found is None or not first.is_like(found):
-                fail(
-                    f"output {entry.index} of {self.name} was {first} in forward and is "
-                    f"{found or 'no tensor'} when it is recomputed. The region must return the "
-                    "same outputs both times."
-                )
-        bound: set[int] = set()
-        for entry in self._discarded:
-            if entry.key not in bound:
-                bound.add(entry.key)
-                share_storage(entry.handle, outputs[entry.index].detach())
-            if self.options.debug:
-                guard.unwatch(entry.output())
-            producers.pop(entry.key, None)
-        self._discarded = []
-
     @eager
     def end_backward(self, retained: bool) -> None:
         """Free the tensors of one recompute, and the region if no other backward can follow."""
@@ -440,11 +368,6 @@ class Region:
         if not retained and self._saved.is_released() and not self._running:
             self._fn, self._inputs, self._state, self.producers = None, None, None, set()
             self._contexts = ()
-
-    def forget_use(self, key: int) -> None:
-        """Note that a saved tensor of a consumer that shared this storage was freed."""
-        if key in self.uses:  # not if the library has bound the output back before
-            self.uses[key] -= 1
 
     @eager
     def _note_saved(self, t: Tensor) -> None:

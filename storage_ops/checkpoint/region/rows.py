@@ -97,16 +97,17 @@ def keep_ends_of_rows(regions: Iterable[Region]) -> None:
 
 
 def _keep(regions: Iterable[Region]) -> None:
-    for entry in (entry for region in regions for entry in region.discardable):
+    for entry in (entry for region in regions for entry in region.outputs.discardable):
         entry.is_referenced = True
 
 
 def _is_discarded(region: Region) -> bool:
     return any(
-        region.uses.get(entry.key) and not entry.is_referenced for entry in region.discardable
+        region.outputs.uses.get(entry.key) and not entry.is_referenced
+        for entry in region.outputs.discardable
     )
 
 
 def _bytes_of_outputs(region: Region) -> int:
-    handles = {entry.key: entry.handle for entry in region.discardable}
+    handles = {entry.key: entry.handle for entry in region.outputs.discardable}
     return sum(t.numel() * t.element_size() for t in handles.values())

@@ -61,8 +61,8 @@ def with_bytes(t: Tensor) -> Tensor:
     """
     if not is_traceable_wrapper_subclass(t):
         return t
-    inner = (getattr(t, name) for name in t.__tensor_flatten__()[0])
-    return next((with_bytes(each) for each in inner if storage_key(each) is not None), t)
+    inner = (with_bytes(getattr(t, name)) for name in t.__tensor_flatten__()[0])
+    return next((each for each in inner if storage_key(each) is not None), t)
 
 
 def by_storage(values: Iterable[object]) -> dict[int, Any]:

@@ -184,12 +184,12 @@ class SavedOutput(SavedTensor):
         # An alias, so that only the storage has another reference, and not the tensor.
         super().__init__(tensor.detach())
         self.key = storage_key(tensor) or 0
-        region.uses[self.key] = region.uses.get(self.key, 0) + 1
+        region.outputs.add_use(self.key)
         self.region = region
 
     def __del__(self) -> None:
         if hasattr(self, "region"):  # else __init__ raised before it counted
-            self.region.forget_use(self.key)
+            self.region.outputs.remove_use(self.key)
 
     def read(self) -> Tensor:
         """Return the tensor, after the region has recomputed its bytes if necessary."""

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from storage_ops.checkpoint.saved.guard import LIBRARIES, storage_key
-from storage_ops.foundation.walk import CONTAINERS, items_of, names_of_globals
+from storage_ops.foundation.functions import names_of_globals
+from storage_ops.foundation.values import CONTAINERS, items_of
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region.region import Region
@@ -95,7 +96,7 @@ class RefCounts(NamedTuple):
     @staticmethod
     def of(region: Region, entry: DiscardableOutput) -> RefCounts:
         """Return the present counts of a region's output."""
-        return RefCounts.counted(entry.key, entry.output, region.uses.get(entry.key, 0))
+        return RefCounts.counted(entry.key, entry.output, region.outputs.uses.get(entry.key, 0))
 
 
 def is_referenced(

@@ -1,9 +1,10 @@
 """Policies that are sets of ops or of their calls, applied without Python code for each op.
 
-The library of saved tensors has kernels for the ops of such a policy (`csrc/checkpoint/kept_ops.h`)
-and logs all other ops. It does the same as the modes of `selective`. Errors and warnings of both
-are in Python. The modes are needed for policies that inspect arguments, for higher-order ops, for
-tensor subclasses, inside other modes, and without the library.
+The library of saved tensors has kernels for the ops of such a policy (`policy_kernels.h` in
+`csrc/checkpoint/`) and logs all other ops (`op_callback.h`). It does the same as the modes of
+`selective`. Errors and warnings of both are in Python. The modes are needed for policies that
+inspect arguments, for higher-order ops, for tensor subclasses, inside other modes, and without the
+library.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from storage_ops.foundation.eager import eager
 from storage_ops.foundation.op_names import name_of, readable
 
 # For each policy: the number of known library ops at that time, and the native policy or None.
-_made: Any = weakref.WeakKeyDictionary()
-# The policy of the last region, as a weak reference, and its entry in `_made`.
+_native_policies: Any = weakref.WeakKeyDictionary()
+# The policy of the last region, as a weak reference, and its entry in `_native_policies`.
 _last: tuple[Callable[[], Any], int, Any] = (lambda: None), -1, None
 
 
@@ -63,14 +64,14 @@ def _native_policy(policy: Policy) -> Any:
     if last() is policy and number == known:  # the hash of a policy may be slow
         return policy_object
     try:
-        number, policy_object = _made.get(policy, (-1, None))
+        number, policy_object = _native_policies.get(policy, (-1, None))
     except TypeError:  # a user's policy without a hash, or without weak references
         return None
     if number != known:
         ops = ops_saved(policy)
         policy_object = None if ops is None else _native.policy(rows_of(ops), ops.k)
         number = _native.ops_of_libraries()
-        _made[policy] = number, policy_object
+        _native_policies[policy] = number, policy_object
     _last = weakref.ref(policy), number, policy_object
     return policy_object
 

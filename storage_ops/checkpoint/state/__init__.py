@@ -3,6 +3,7 @@
 * `reachable.py` finds the objects that the code of a region may read. `code_writes.py` tells from
   that code if it may write tensors. `known_walks.py` saves later calls the search if its result
   would be the same.
+* `snapshot.py` notes the state before a forward, in C++ where it can.
 * `execution.py` restores random numbers, settings, Python modes (`modes.py`) and the hooks of
   modules (`calls.py`).
 * `effects.py` restores state that the region may write: bytes (`contents.py`), attributes and items

@@ -17,7 +17,8 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from storage_ops.checkpoint.state.containers import MISSING, Undo, copy_of, has, put, set_item
-from storage_ops.foundation.walk import CONTAINERS, cells_of, is_of_torch, items_of
+from storage_ops.foundation.functions import cells_of
+from storage_ops.foundation.values import CONTAINERS, is_of_torch, items_of
 
 _OF_A_MODULE = (
     "_forward_pre_hooks",

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from storage_ops.foundation.walk import (
+from storage_ops.foundation.functions import cached_by_code, names_of_code
+from storage_ops.foundation.values import (
     attributes_of,
-    cached_by_code,
+    cached_by_class,
     is_of_torch,
-    names_of_code,
     package_of,
     package_with,
 )
@@ -66,7 +66,7 @@ def facts_of(code: CodeType) -> Facts:
     return Facts(of_code(code), names_of_code(code))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_code
 def of_code(code: CodeType) -> int:
     """Return how code may write tensors, including the functions that it defines."""
     writes = 0
@@ -194,7 +194,7 @@ def _is_code(value: object) -> bool:
     return (is_class or kind is FunctionType) and package_of(value) not in _NOT_SEARCHED
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_class
 def run_by(cls: type) -> tuple[FunctionType, ...]:
     """Return the Python methods that run when an object is called, except those of torch."""
     methods = _methods(cls)
@@ -210,7 +210,7 @@ def run_by(cls: type) -> tuple[FunctionType, ...]:
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_class
 def _methods(cls: type) -> dict[str, FunctionType]:
     bases = [c for c in reversed(cls.__mro__) if not is_of_torch(c)]
     return {n: fn for c in bases for n, value in vars(c).items() if (fn := _function(value))}

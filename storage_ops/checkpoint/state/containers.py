@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from storage_ops.foundation.walk import MAPPINGS
+from storage_ops.foundation.values import MAPPINGS
 
 MISSING = object()  # the value of an item that does not exist
 Undo = list[Callable[[], object]]

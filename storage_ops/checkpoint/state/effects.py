@@ -59,7 +59,7 @@ from storage_ops.checkpoint.state.places import remembered, value_of
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.registered import buffers_of, named_tensors
 from storage_ops.checkpoint.state.repeated_writes import RepeatedWrites, fail_parameter
-from storage_ops.foundation.walk import is_leaf
+from storage_ops.foundation.values import is_leaf
 
 _parametrize: Any = parametrize
 _COPIED = (Tensor, nn.Parameter, nn.Buffer)

@@ -21,7 +21,7 @@ from storage_ops.checkpoint.state.places import (
 )
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.registered import named_tensors
-from storage_ops.foundation.walk import MAPPINGS, slots_of, values_in
+from storage_ops.foundation.values import MAPPINGS, slots_of, values_in
 
 _MANY = 4096  # items of a container beyond which it is data
 

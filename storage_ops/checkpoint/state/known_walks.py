@@ -32,7 +32,8 @@ from storage_ops._subclass import is_parametrization
 from storage_ops.checkpoint.state.calls import HOOKS_OF_ALL_MODULES
 from storage_ops.checkpoint.state.code_writes import may_write_parameters
 from storage_ops.checkpoint.state.containers import copy_of
-from storage_ops.foundation.walk import (
+from storage_ops.foundation.functions import cells_of
+from storage_ops.foundation.values import (
     FUNCTION,
     LONG,
     METHOD,
@@ -40,7 +41,6 @@ from storage_ops.foundation.walk import (
     PARTIAL,
     PLAIN,
     TENSOR,
-    cells_of,
     kind_of,
     values_in,
 )

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.state.containers import MISSING, copy_of, put
 from storage_ops.checkpoint.state.unchanged import undo_draws_of_process
-from storage_ops.foundation.walk import (
+from storage_ops.foundation.values import (
     CONTAINERS,
     MAPPINGS,
     OPAQUE,
@@ -29,8 +29,8 @@ from storage_ops.foundation.walk import (
     is_data,
     is_opaque,
     package_of,
-    walk,
 )
+from storage_ops.foundation.walk import walk
 
 _CACHE: Any = type(functools.lru_cache(int))
 _DEEP = 3  # nested tuples around a tensor that are searched for their holder

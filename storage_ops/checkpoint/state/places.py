@@ -21,7 +21,7 @@ from torch import Tensor
 from storage_ops.checkpoint.saved.matching import ORIGIN
 from storage_ops.checkpoint.saved.outputs import SavedOutput, producer_of
 from storage_ops.checkpoint.state.containers import MISSING, Undo, copy_of, has, put, set_item
-from storage_ops.foundation.walk import (
+from storage_ops.foundation.values import (
     CONTAINERS,
     LONG,
     MAPPINGS,

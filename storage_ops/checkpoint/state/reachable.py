@@ -19,7 +19,8 @@ from storage_ops.checkpoint.state import code_writes, known_walks
 from storage_ops.checkpoint.state.contents import SMALL
 from storage_ops.checkpoint.state.known_walks import Facts, KnownWalk, Objects, Reads
 from storage_ops.checkpoint.state.registered import buffers_of
-from storage_ops.foundation.walk import (
+from storage_ops.foundation.functions import Name, cells_of, globals_of, scopes_of
+from storage_ops.foundation.values import (
     CONTAINER,
     CONTAINERS,
     FUNCTION,
@@ -32,10 +33,7 @@ from storage_ops.foundation.walk import (
     REFERENCE,
     TENSOR,
     TUPLE,
-    Name,
     attributes_of,
-    cells_of,
-    globals_of,
     is_data,
     is_module_of_torch,
     is_of_torch,
@@ -43,7 +41,6 @@ from storage_ops.foundation.walk import (
     kind_of,
     names_of_slots,
     package_of,
-    scopes_of,
     slots_of,
     values_in,
 )

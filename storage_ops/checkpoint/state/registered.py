@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
-from storage_ops.foundation.walk import is_module_of_torch
+from storage_ops.foundation.values import is_module_of_torch
 
 NamedTensors = tuple[dict[str, Any], dict[str, Any]]
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from storage_ops.checkpoint.state.containers import Undo, copy_of, put
-from storage_ops.foundation.walk import (
+from storage_ops.foundation.values import (
     CONTAINER,
     CONTAINERS,
     GENERATOR,
@@ -27,8 +27,8 @@ from storage_ops.foundation.walk import (
     TENSOR,
     attributes_of,
     is_opaque,
-    walk,
 )
+from storage_ops.foundation.walk import walk
 
 # Functions that get and set the state of a generator, or another setting.
 State = tuple[Callable[[], Any], Callable[[Any], object]]

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from storage_ops.foundation.walk import is_leaf
+from storage_ops.foundation.values import is_leaf
 from storage_ops.graph.tracing.slots import Closure, Slot, gradient_slot, plain_parts
 
 # This op makes a tensor literal in the traced code, which is a constant of the graph.

@@ -12,17 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from storage_ops.foundation.walk import (
-    GRADIENT,
-    MODULE,
-    OBJECT,
-    PLAIN,
-    TENSOR,
-    Visit,
-    attributes_of,
-    is_opaque,
-    walk,
-)
+from storage_ops.foundation.values import MODULE, OBJECT, PLAIN, TENSOR, attributes_of, is_opaque
+from storage_ops.foundation.walk import GRADIENT, Visit, walk
 
 _STATE = (Tensor, list, tuple, collections.deque, dict, type(None))
 

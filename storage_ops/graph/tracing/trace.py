@@ -22,7 +22,7 @@ from typing_extensions import ParamSpec, TypeVar
 from storage_ops.checkpoint.region import torch_checkpoint
 from storage_ops.checkpoint.state.left_behind import Namespaces
 from storage_ops.foundation import regions
-from storage_ops.foundation.walk import is_leaf
+from storage_ops.foundation.values import is_leaf
 from storage_ops.graph.recompute.capture import check_capture
 from storage_ops.graph.recompute.remat import forget_tags, recompute
 from storage_ops.graph.recompute.rng import gpu_of_replays

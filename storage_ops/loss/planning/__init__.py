@@ -11,6 +11,7 @@
 * `cost` adds up the bytes and the seconds of a schedule's steps.
 * `planner` proposes schedules, and takes the fastest one that fits the budget.
 * `budgets` has the bounds of default budgets.
-* `devices` has the rates of processors, and finds the kind of device of a tensor.
+* `devices` has the rates of processors, and finds the kind of device of a tensor. `op_times` has
+  measured times of ops.
 * `plan` is the public function `storage_ops.plan`.
 """

@@ -204,11 +204,6 @@ def resumed(
     return choose(p, memory_budget, rates).key
 
 
-def parse(p: Problem, key: str, rates: Rates | None = None) -> Plan:
-    """Return the plan of `Plan.key`: see `schedule_of`."""
-    return _slowed(p, make(schedule_of(p, key), rates))
-
-
 def with_threads(p: Problem, threads: int) -> Problem:
     """Return the problem with scratch memory for this many threads."""
     return replace(p, matmul=replace(p.matmul, threads=threads))

@@ -53,11 +53,11 @@ class Functions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _OF_LEAVES and self._simulation.is_from_outside(args[0]):
-            self._simulation.note_leaf(args[0])
-        if func == _DATA.__set__ and self._simulation.is_from_outside(args[0]):
-            return self._simulation.exchange(*args)
-        if func == _DATA.__get__ and self._simulation.is_exchanged(args[0]):
+        if func in _OF_LEAVES and self._simulation.twins.is_from_outside(args[0]):
+            self._simulation.twins.note_leaf(args[0])
+        if func == _DATA.__set__ and self._simulation.twins.is_from_outside(args[0]):
+            return self._simulation.twins.exchange(*args)
+        if func == _DATA.__get__ and self._simulation.twins.is_exchanged(args[0]):
             return args[0].detach()
         if func is Tensor.tolist and not is_wrapper(args[0]):
             return self._simulation.listed(args[0])
@@ -95,7 +95,7 @@ def _offer_numbers(simulation: Simulation, t: Tensor, data: Any) -> None:
         return
     with no_dispatch(), torch._C.DisableTorchFunction():
         numbers = torch.tensor(data, dtype=t.dtype, device="cpu")
-    simulation.values.offer(simulation.twin(t), numbers)
+    simulation.values.offer(simulation.twins.of(t), numbers)
 
 
 def _with_tensors_of_lengths(

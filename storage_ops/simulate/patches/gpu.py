@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.foundation.autocast import autocast_dtype
-from storage_ops.foundation.walk import TENSOR, walk
+from storage_ops.foundation.values import TENSOR
+from storage_ops.foundation.walk import walk
 from storage_ops.simulate.mode import Simulation
 
 
@@ -237,7 +238,7 @@ def _attention(
         attn_mask = _aligned(attn_mask, query, key)
     size = value.shape[3]
     if size % 8 and kernel is _FlashAttention:
-        query, key, value = (_filled_up(t, 8) for t in (query, key, value))
+        query, key, value = (_filled_up(t) for t in (query, key, value))
     out = kernel.apply(query, key, value, attn_mask)
     return out[..., :size] if size < out.shape[3] else out
 
@@ -270,13 +271,13 @@ def _fused_kernel(
 def _aligned(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return the mask as the kernel reads it: rows padded to 8, expanded to heads and batches."""
     if mask.shape[-1] % 8:
-        mask = _filled_up(mask, 8)[..., : mask.shape[-1]]
+        mask = _filled_up(mask)[..., : mask.shape[-1]]
     return mask.expand(*q.shape[:3], k.shape[2])
 
 
-def _filled_up(t: Tensor, to: int) -> Tensor:
-    """Return a copy whose last dimension is padded to a multiple of `to`."""
-    return torch.nn.functional.pad(t, (0, -t.shape[-1] % to))
+def _filled_up(t: Tensor) -> Tensor:
+    """Return a copy whose last dimension is padded to a multiple of 8."""
+    return torch.nn.functional.pad(t, (0, -t.shape[-1] % 8))
 
 
 class _FlexAttention(torch.autograd.Function):
@@ -328,7 +329,7 @@ def _flex_attention(
     assert simulation is not None
     for t in tree_leaves(block_mask):
         if isinstance(t, Tensor):
-            simulation.twin(t)  # in memory, although no op reads it
+            simulation.twins.of(t)  # in memory, although no op reads it
     dtype = autocast_dtype(query.device.type)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

@@ -33,7 +33,7 @@ def call_packed(simulation: Simulation, func: Callable[..., Any], args: tuple[An
 
 
 def _values(simulation: Simulation, t: Tensor) -> Tensor | None:
-    return simulation.values.read(simulation.twin(t))
+    return simulation.values.read(simulation.twins.of(t))
 
 
 class _Pack(torch.autograd.Function):

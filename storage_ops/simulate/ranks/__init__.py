@@ -1,1 +1,1 @@
-"""One rank of several, simulated alone: collectives, FSDP2 and DDP."""
+"""One rank of several, simulated alone: its collectives, FSDP2 (`fsdp.py`) and DDP (`ddp.py`)."""
