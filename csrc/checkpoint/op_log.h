@@ -11,6 +11,7 @@
 #include <ATen/core/stack.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
 #include <cstring>
@@ -68,16 +69,33 @@ inline int64_t hash_of(const std::string& text) {
   return static_cast<int64_t>(std::hash<std::string>()(text));
 }
 
+// Names of the nodes of view ops, without "Backward0".
+inline std::unordered_set<std::string> view_nodes;
+
+// Returns a number for the name of a node, or 0 for the node of a view op.
+inline int64_t number_of(const torch::autograd::Node& node) {
+  thread_local std::unordered_map<const void*, int64_t> of_types;
+  const auto& type = typeid(node);
+  if (std::strstr(type.name(), "PyNode")) return hash_of(node.name());
+  auto found = of_types.find(&type);
+  if (found == of_types.end()) {
+    const std::string name = node.name();
+    const bool is_view = view_nodes.count(name.substr(0, name.find("Backward"))) != 0;
+    found = of_types.emplace(&type, is_view ? 0 : hash_of(name)).first;
+  }
+  return found->second;
+}
+
 // Returns a number for the origin of a tensor: the name of its node, a parameter, or another leaf.
 inline int64_t origin_of(const at::Tensor& t) {
-  const at::TensorBase& base = t.is_view() ? t._base() : t;
-  if (const auto& node = base.grad_fn()) {
-    thread_local std::unordered_map<const void*, int64_t> of_types;
-    const auto& type = typeid(*node);
-    if (std::strstr(type.name(), "PyNode")) return hash_of(node->name());
-    auto found = of_types.find(&type);
-    if (found == of_types.end()) found = of_types.emplace(&type, hash_of(node->name())).first;
-    return found->second;
+  at::TensorBase base = t.is_view() ? t._base() : t;
+  for (const torch::autograd::Node* node = base.grad_fn().get(); node;
+       node = node->next_edge(0).function.get()) {
+    if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
+      base = leaf->variable;
+      break;
+    }
+    if (const int64_t number = number_of(*node)) return number;
   }
   PyObject* root = object_of(base);
   if (!root) return base.requires_grad() ? 1 : 0;
@@ -86,10 +104,10 @@ inline int64_t origin_of(const at::Tensor& t) {
   const WithGil gil;
   if (is_parameter(root)) return reinterpret_cast<int64_t>(root);
   if (!base.requires_grad()) return 0;
-  const Ref name = owned(PyObject_CallFunctionObjArgs(texts.origin, root, nullptr));
-  if (name.get() == Py_None) return 1;
+  const Ref origin = owned(PyObject_CallFunctionObjArgs(texts.origin, root, nullptr));
+  if (PyLong_Check(origin.get())) return PyLong_AsLongLong(origin.get());
   Py_ssize_t size = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(name.get(), &size);
+  const char* text = PyUnicode_AsUTF8AndSize(origin.get(), &size);
   if (!text) throw PythonError();
   return hash_of(std::string(text, static_cast<size_t>(size)));
 }

@@ -372,19 +372,23 @@ PyObject* new_results(PyTypeObject* type, PyObject* arguments, PyObject*) {
   });
 }
 
-// setup_results(difference, failure, modified, end, follow, top_hooks, origin, arrive, ignored)
+// setup_results(difference, failure, modified, end, follow, top_hooks, origin, arrive, ignored,
+//               view_nodes)
 PyObject* setup_results(PyObject*, PyObject* arguments) {
   Texts functions;
-  PyObject* ignored = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOOOOOO", &functions.difference, &functions.failure,
+  PyObject *ignored = nullptr, *views = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOOOO", &functions.difference, &functions.failure,
                         &functions.modified, &functions.end, &functions.follow,
-                        &functions.top_hooks, &functions.origin, &functions.arrive, &ignored)) {
+                        &functions.top_hooks, &functions.origin, &functions.arrive, &ignored,
+                        &views)) {
     return nullptr;
   }
-  for (Py_ssize_t i = 0; i < PyList_Size(ignored); ++i) {
-    const char* name = PyUnicode_AsUTF8AndSize(PyList_GetItem(ignored, i), nullptr);
-    if (!name) return nullptr;
-    ops().ignored.insert(name);
+  for (auto [list, names] : {std::pair(ignored, &ops().ignored), std::pair(views, &view_nodes)}) {
+    for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
+      const char* name = PyUnicode_AsUTF8AndSize(PyList_GetItem(list, i), nullptr);
+      if (!name) return nullptr;
+      names->insert(name);
+    }
   }
   Py_INCREF(arguments);  // never released, so `texts` stays valid
   texts = functions;

@@ -33,6 +33,7 @@ from storage_ops.foundation.values import (
 from storage_ops.foundation.walk import GRADIENT, REGISTERED, Visit, walk
 from storage_ops.measure.calls import outermost
 from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.ranks.fsdp import reshard
 
 # A count of steps from which RAdam rectifies. It is not 1.0, because NAdam would divide by zero.
 _ANY_NUMBER = 100.0
@@ -54,6 +55,8 @@ class Captured:
         for visit in walk([("fn", fn), *((f"argument {i}", leaf) for i, leaf in leaves)]):
             if visit.is_first:
                 self._note(visit)
+        if reshard(self.modules):  # the modules have other parameters now
+            Captured.__init__(self, fn, args, kwargs)
 
     @property
     def modules(self) -> list[nn.Module]:

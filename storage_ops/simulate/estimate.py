@@ -49,7 +49,7 @@ from storage_ops.simulate.patches.functions import (
 from storage_ops.simulate.patches.gpu import following_resizes, gpu_kernels
 from storage_ops.simulate.patches.hf import branches_of_a_run
 from storage_ops.simulate.ranks.collectives import propagation_unseen
-from storage_ops.simulate.ranks.ddp import ddp_simulated
+from storage_ops.simulate.ranks.ddp import ddp_simulated, reducers_renewed
 from storage_ops.simulate.ranks.fsdp import GATHERED, REDUCED, fsdp_simulated
 from storage_ops.simulate.values.assume import Assumption, name_of, users_line
 from storage_ops.storage.storage import share_storage
@@ -251,6 +251,7 @@ def simulating(
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(_no_collection())
         stack.enter_context(_nothing_left(simulation, captured))
+        stack.enter_context(reducers_renewed(captured.modules))
         stack.enter_context(unchanged(*captured.holders))
         # Compiled code is simulated op by op. With fullgraph=True, torch refuses that under a mode
         # unless this setting allows it.

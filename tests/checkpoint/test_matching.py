@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -265,3 +266,82 @@ def test_casts_that_autocast_cached_before_the_region(policy):
             y = call(F.linear(x, weight)).sum() + call(x).sum()
         grads.append(torch.autograd.grad(y, (x, weight)))
     assert all(map(torch.equal, *grads))
+
+
+VIEWS = (
+    lambda t: t,
+    lambda t: t.view(4, 6, 4),
+    lambda t: t.view(6, 4, 4).transpose(0, 1),
+    lambda t: t.view(24, 4)[None],
+    lambda t: t.t().view(4, 24, 1).squeeze(-1).t(),
+    lambda t: t.view(4, 24, 1).expand(4, 24, 2).permute(1, 2, 0)[:12],
+    lambda t: t.view(24, 2, 2).unbind(1)[0].repeat_interleave(2, 1),
+    lambda t: t.view(24, 4).split(12)[1],
+    lambda t: t.view(24, 2, 2).diagonal(dim1=1, dim2=2).repeat(1, 2),
+    lambda t: t.view(96).unfold(0, 4, 4),
+    lambda t: torch.view_as_real(torch.view_as_complex(t.view(4, 12, 2))).view(24, 4),
+    lambda t: t.as_strided((24, 4), (4, 1)),
+)
+
+
+def copies():
+    """Return hooks that keep copies of saved tensors, as offloading does."""
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)
+
+
+def in_checkpoint(region):
+    return lambda x: checkpoint(region, x, use_reentrant=False)
+
+
+def under_copies(region):
+    def call(x):
+        with copies():
+            return region(x)
+
+    return call
+
+
+FUNCTION = lambda ctx, op, *args, **kwargs: "mm" in str(op)  # noqa: E731
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("around", [in_checkpoint, under_copies])
+@pytest.mark.parametrize("policy", [None, *POLICIES[:2], FUNCTION])
+def test_arguments_that_the_recompute_gets_as_other_tensors(policy, around):
+    """Hooks around a region return an argument without its base, and with another version."""
+    layer = nn.Linear(4, 4)
+    options = {} if policy is None else {"policy": policy}
+    region = so.CheckpointWrapper(copy.deepcopy(layer), **options)
+    leaf, parameter = torch.randn(96, requires_grad=True), nn.Parameter(torch.randn(96))
+    data = torch.randn(96).mul_(2)
+    with torch.no_grad():
+        leaf.mul_(2)
+        parameter.mul_(2)
+    roots = (leaf.sin, lambda: leaf, lambda: parameter, lambda: data)
+    for view, root in itertools.product(VIEWS, roots):
+        grads = []
+        for module, call in ((layer, layer), (region, around(region))):
+            leaves = [*module.parameters(), leaf, parameter]
+            y = call(view(root().view(24, 4)))
+            grads.append(torch.autograd.grad(y.square().sum(), leaves, allow_unused=True))
+        for a, b in zip(*grads, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+class Holder(nn.Module):
+    """Multiplies by a leaf that the caller sets for the forward only."""
+
+    def forward(self, x):
+        return torch.mm(x, self.factor).sin()
+
+
+@pytest.mark.parametrize("policy", [POLICIES[0], FUNCTION])
+def test_a_leaf_that_an_attribute_held(policy):
+    module, x = Holder(), torch.randn(4, 4, requires_grad=True)
+    factor = torch.randn(4, 4)
+    module.factor = factor.clone().requires_grad_()
+    (right,) = torch.autograd.grad(module(x).sum(), x)
+    module.factor = factor.clone().requires_grad_()
+    y = with_policy(module, policy, "wrapper")(x).sum()
+    module.factor = None
+    assert torch.equal(torch.autograd.grad(y, x)[0], right)

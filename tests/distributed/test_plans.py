@@ -96,6 +96,36 @@ def on_two_ranks(rank):
     assert abs(peak - above) <= 0.01 * peak, (peak, above)
 
 
+def after_a_simulation(rank):
+    """Estimates change no gradient of later steps, and are the same after a forward or a step."""
+    mesh, ids = init_device_mesh("cpu", (2,)), torch.randint(512, (2, 4, 32))[rank]
+    replicated = nn.parallel.DistributedDataParallel
+    for build, begin in (
+        (lambda: replicated(Model(), static_graph=True), lambda model: None),
+        (lambda: fsdp(mesh), lambda model: model(ids).detach()),
+        (lambda: fsdp(mesh), lambda model: loss(model(ids)).backward()),
+    ):
+        grads, peaks = [], []
+        for simulates in (False, True):
+            torch.manual_seed(0)
+            model = build()
+            if simulates:
+                peaks.append(memory.simulate_step(model, ids, **HOW).peak_bytes)
+            begin(model)
+            model.zero_grad()
+            if simulates:
+                peaks.append(memory.simulate_step(model, ids, **HOW).peak_bytes)
+            for _ in range(2):
+                loss(model(ids)).backward()
+            grads.append([getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()])
+        assert all(map(torch.equal, *grads))
+        assert peaks[0] == peaks[1]
+
+
+def test_steps_after_a_simulation():
+    run_on_ranks(after_a_simulation, 2)
+
+
 def test_layers_with_fsdp_around_and_inside():
     on_no_ranks(on_fake_ranks)
 

@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from storage_ops import _library
+from storage_ops.checkpoint.saved.matching import ORIGIN, origin_of
 from storage_ops.checkpoint.saved.outputs import producer_of
 from storage_ops.checkpoint.saved.saved import fail, stride_of
 from storage_ops.foundation.values import is_leaf
@@ -189,13 +190,16 @@ class TensorTraits:
 
     def make(self, t: Tensor) -> Tensor:
         """Return the tensor with the traits, changed or copied where it lacks them."""
+        before = t
         if type(t) is Tensor and stride_of(t) != self.stride:
             t = _strided(t.detach(), self.stride)
         if t.requires_grad != self.needs_grad:
             t = t.detach().requires_grad_(self.needs_grad)
+        if t is not before:
+            vars(t)[ORIGIN] = origin_of(before)
         if type(t) is not self.kind and type(t) is Tensor:
             t = t.as_subclass(self.kind)
-        if self.attributes and not t.__dict__:
+        if self.attributes and not t.__dict__.keys() - {ORIGIN}:
             t.__dict__.update(self.attributes)
         return t
 

@@ -334,11 +334,13 @@ class Region:
                 again.drop_graphs()
         if not again.is_whole():
             self._state.check_dual_level(self.name)
-        if checks and not again.fits():
-            saved_tensors.check(again, self.name, lambda: self._difference(log, stops))
-        if modified:
-            tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
-            check_unread(self.name, modified, outputs, start, tensors)
+        differs = checks and not again.fits()
+        if differs or modified:
+            inputs = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            if differs:
+                saved_tensors.check(again, self.name, lambda: self._difference(log, stops), inputs)
+            if modified:
+                check_unread(self.name, modified, outputs, start, inputs)
         if self.outputs.discarded and not self._running:
             self.outputs.bind(outputs)
         return again

@@ -35,9 +35,36 @@ _ADVICE = (
 Call = list[Any]
 
 
-# Attribute of a leaf that replaces a tensor with an autograd history. Its value is the name of that
-# tensor's node.
+# Attribute of a leaf that replaces another tensor. Its value is the origin of that tensor.
 ORIGIN = "_storage_ops_origin"
+
+# Names of the nodes of view ops, without "Backward0".
+VIEWS = frozenset((
+    "Alias", "AsStrided", "Conj", "Diagonal", "Expand", "NegView", "Permute", "ReshapeAlias",
+    "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "Transpose", "Unbind", "Unfold",
+    "Unsqueeze", "View", "ViewAsComplex", "ViewAsReal",
+))  # fmt: skip
+
+
+def origin_of(t: Tensor) -> str | int:
+    """Return the name of the node that computed a tensor's bytes, or a number for a leaf.
+
+    A view and its copy from saved-tensor hooks, which is not a view, have the same origin.
+    """
+    root = t if t._base is None else t._base
+    node: Any = root.grad_fn
+    while node is not None:
+        name: str = node.name()
+        if type(node).__name__ == "AccumulateGrad":
+            root = node.variable
+            break
+        if name.partition("Backward")[0] not in VIEWS:
+            return name
+        node = node.next_functions[0][0]
+    # The class is tested first, because isinstance is slow with a Parameter's metaclass.
+    if type(root) is not Tensor and isinstance(root, nn.Parameter):
+        return id(root)
+    return root.requires_grad and vars(root).get(ORIGIN, True)
 
 
 def describe_call(args: Args, kwargs: Kwargs) -> Call:
@@ -52,17 +79,7 @@ def describe_call(args: Args, kwargs: Kwargs) -> Call:
 def _describe(values: Iterable[object], description: Call) -> None:
     for value in values:
         if isinstance(value, Tensor):
-            base = value._base
-            root = value if base is None else base
-            node = root.grad_fn
-            if node is not None:
-                origin: Any = node.name()
-            # The class is tested first, because isinstance is slow with a Parameter's metaclass.
-            elif type(root) is not Tensor and isinstance(root, nn.Parameter):
-                origin = id(root)
-            else:
-                origin = root.requires_grad and vars(root).get(ORIGIN, True)
-            description.append((shape_of(value), value.dtype, origin))
+            description.append((shape_of(value), value.dtype, origin_of(value)))
         elif type(value) in _PLAIN:
             description.append(value if value == value else "nan")
         elif isinstance(value, (list, tuple)):

@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
@@ -255,17 +255,24 @@ def left_to_python() -> Iterator[None]:
     yield
 
 
-def check(recomputed: RecomputedTensors, name: str, hint: Callable[[], str]) -> None:
+def check(
+    recomputed: RecomputedTensors,
+    name: str,
+    hint: Callable[[], str],
+    inputs: Iterable[Tensor] = (),
+) -> None:
     """Raise if a region did not save the same tensors in its forward and in its recompute.
 
     Args:
         recomputed: the tensors of the recompute, detached.
         name: the name of the region, for the error.
         hint: returns the end of the error if the region ran other ops.
+        inputs: the inputs of the recompute, if saved-tensor hooks around the region may return
+            copies of them.
     """
     after = recomputed.after()
     tensors = [recomputed.read(index) for index in range(len(after))]
-    compare(name, recomputed.before(), list(zip(after, tensors, strict=True)), hint)
+    compare(name, recomputed.before(), list(zip(after, tensors, strict=True)), hint, inputs)
 
 
 def _set_up() -> Any:

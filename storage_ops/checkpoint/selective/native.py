@@ -24,6 +24,7 @@ from storage_ops import _library
 from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.saved.matching import (
     ORIGIN,
+    VIEWS,
     describe_difference,
     describe_failure,
     describe_modified,
@@ -149,10 +150,10 @@ def _follow(note: Callable[[Tensor], None], hooks: tuple[Any, Any]) -> saved_ten
 
 
 @eager
-def _origin(t: Tensor) -> str | None:
-    """Return the name of the node that a leaf represents, or None for another leaf."""
-    name: str | None = vars(t).get(ORIGIN)
-    return name
+def _origin(t: Tensor) -> str | int:
+    """Return the origin of the tensor that a leaf replaces, or 1 for another leaf."""
+    origin: str | int = vars(t).get(ORIGIN, 1)
+    return origin
 
 
 def _set_up() -> Any:
@@ -162,7 +163,7 @@ def _set_up() -> Any:
         native.setup_results(
             describe_difference, describe_failure, describe_modified, _end, _follow,
             torch._C._autograd._top_saved_tensors_default_hooks, _origin, offload.arrive,
-            sorted(map(name_of, SAC_IGNORED_OPS)),
+            sorted(map(name_of, SAC_IGNORED_OPS)), sorted(VIEWS),
         )  # fmt: skip
     return native
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops.checkpoint.saved.matching import ORIGIN
+from storage_ops.checkpoint.saved.matching import ORIGIN, origin_of
 from storage_ops.checkpoint.saved.outputs import SavedOutput, producer_of
 from storage_ops.checkpoint.state.containers import MISSING, Undo, copy_of, has, put, set_item
 from storage_ops.foundation.values import (
@@ -247,8 +247,7 @@ class Remembered:
     def __init__(self, t: Tensor) -> None:
         producer = producer_of(t)
         self._ref, self._needs_grad = weakref.ref(t), t.requires_grad
-        node = (t if t._base is None else t._base).grad_fn
-        self._origin = None if node is None else node.name()
+        self._origin = origin_of(t)
         # If a region can recompute the tensor, no reference here must keep its bytes.
         self._use = None if producer is None else SavedOutput(t, producer)
         self._value = t.detach() if producer is None else None

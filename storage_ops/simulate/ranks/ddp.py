@@ -41,6 +41,31 @@ def ddp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[
         yield
 
 
+@contextlib.contextmanager
+def reducers_renewed(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Replace reducers that have counted gradients of the simulation in a with block.
+
+    In the first backward of a static graph, a reducer counts the gradients of each parameter. In
+    later steps it waits for as many, and would wait for those of the simulation too.
+    """
+    try:
+        yield
+    finally:
+        for ddp in ddp_in(modules):
+            is_counting = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
+            if is_counting and not ddp._comm_hooks:  # a simulation refuses communication hooks
+                _renew_reducer(ddp)
+
+
+def _renew_reducer(ddp: Any) -> None:
+    parameters, are_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp.reducer = ddp.logger = None  # a parameter can have one reducer at a time
+    ddp._ddp_init_helper(parameters, are_sparse, names, True)
+    ddp.reducer._set_static_graph()
+    ddp.logger._set_static_graph()
+
+
 def _ddp_forward(self: nn.parallel.DistributedDataParallel, *args: object, **kwargs: object) -> Any:
     if self.will_sync_module_buffers() and torch.is_grad_enabled():
         for alike in _by_dtype(self.modules_buffers):

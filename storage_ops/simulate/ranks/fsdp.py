@@ -53,6 +53,10 @@ def fsdp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator
         for group in groups:
             _refuse_fsdp(group)
         stack.enter_context(unchanged(*map(vars, dict.fromkeys(objects))))
+        for p in (p for group in groups for p in group.fsdp_params):
+            # FSDP would resize the storage of the earlier full parameter. It creates a new one.
+            vars(p).pop("_unsharded_param", None)
+            p.all_gather_outputs = []
         stack.enter_context(_named(simulation))
         meta = [g for g in groups if any(p.sharded_param.is_meta for p in g.fsdp_params)]
         if meta:
@@ -104,6 +108,18 @@ def states_in(modules: list[nn.Module]) -> list[Any]:
     """Return FSDP2's states of these modules."""
     mine = set(modules)
     return [state for state in fsdp.states() if mine.intersection(state._modules)]
+
+
+def reshard(modules: list[nn.Module]) -> bool:
+    """Free full parameters, which a simulation would free for good. Return True if there are any.
+
+    FSDP keeps the parameters of a root after a forward without a backward.
+    """
+    groups = [group for state in states_in(modules) for group in fsdp.groups(state)]
+    whole = [group for group in groups if group.is_unsharded]
+    for group in whole:
+        group.reshard()
+    return bool(whole)
 
 
 def sharded_modules(model: nn.Module) -> dict[int, set[int]]:
