@@ -44,19 +44,23 @@ class Captured:
     """The tensors, functions, optimizers, scalers and schedulers that exist before a call."""
 
     def __init__(self, fn: object, args: Args, kwargs: Kwargs) -> None:
+        self._given = fn, args, kwargs
+        self._find()
+        if reshard(self.modules):  # the modules have other parameters now
+            self._find()
+
+    def _find(self) -> None:
+        fn, args, kwargs = self._given
         self.tensors: list[Tensor] = []
         self._modules: dict[nn.Module, None] = {}
         self.optimizers: list[Optimizer] = []
         self.steppers: list[GradScaler | LRScheduler] = []
-        self._given = fn, args, kwargs
         self.functions: list[Any] = []
         self._objects: list[Any] = []  # objects that functions name
         leaves = enumerate(tree_leaves((args, kwargs)))
         for visit in walk([("fn", fn), *((f"argument {i}", leaf) for i, leaf in leaves)]):
             if visit.is_first:
                 self._note(visit)
-        if reshard(self.modules):  # the modules have other parameters now
-            Captured.__init__(self, fn, args, kwargs)
 
     @property
     def modules(self) -> list[nn.Module]:
