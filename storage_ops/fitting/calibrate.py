@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 # An op is left out if it was measured only with less work (operations or bytes). The time of such
 # an op says nothing about large calls.
 _LARGE = 1e4
-_ALWAYS = 2  # sizes that are measured in any case
+_ALWAYS, _RUNS = 2, 3  # sizes that are measured in any case, and how often
 _LEAST = 1e-7  # seconds of a kernel that takes no longer than its launch
 # Cycles for which a GPU waits, so that the host launches all kernels of an op meanwhile: 0.1 ms.
 _HEAD_START = 200_000
@@ -158,11 +158,16 @@ class _Stopwatch(TorchDispatchMode):
 def _measured(
     device: torch.device, sizes: Sequence[Size], seconds: float
 ) -> dict[_Sample, list[_Timed]]:
-    """Return the ops of each sample with their seconds, repeated until the time is over."""
+    """Return the ops of each sample with their seconds, repeated until the time is over.
+
+    The smallest samples run at least `_RUNS` times, so that a pause of this process in one of the
+    runs does not count.
+    """
     end = time.monotonic() + seconds
     best: dict[_Sample, list[_Timed]] = {}
-    is_first = True
-    while is_first or time.monotonic() < end:
+    for number in itertools.count():
+        if number >= _RUNS and time.monotonic() > end:
+            break
         for size, dtype in itertools.product(sizes, _DTYPES):
             if size not in sizes[:_ALWAYS] and time.monotonic() > end:
                 continue
@@ -171,9 +176,8 @@ def _measured(
                 key = size, dtype, name
                 # A GPU may be too small, or a device may lack an op. Then other samples suffice.
                 with contextlib.suppress(RuntimeError):
-                    calls = _timed(run, device, warm=is_first)
+                    calls = _timed(run, device, warm=number == 0)
                     best[key] = _fastest(best.get(key, calls), calls)
-        is_first = False
     return best
 
 
