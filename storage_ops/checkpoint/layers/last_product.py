@@ -16,7 +16,8 @@ from storage_ops.foundation.op_names import Op, is_view
 from storage_ops.foundation.ops import Args, Kwargs, facts_of
 
 _aten = torch.ops.aten
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+# Exact classes of tensors without behaviour of their own.
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class LastProductLeftOut(LightMode):
@@ -43,7 +44,7 @@ class LastProductLeftOut(LightMode):
             with torch.no_grad():  # the op may run before autograd, such as a size
                 product(*factors, out=out)
         leaves_out = self._leaves_out and not kwargs and _is_plain_product(op)
-        if not leaves_out or any(type(t) not in _PLAIN for t in args) or not _fit(*args):
+        if not leaves_out or any(type(t) not in PLAIN for t in args) or not _fit(*args):
             return op(*args, **kwargs)
         first, second = args[-2:]
         result: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))

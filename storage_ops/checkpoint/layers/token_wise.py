@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from storage_ops.checkpoint.layers.last_product import PLAIN
 from storage_ops.checkpoint.layers.tile_run import TiledModule, fail
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.unchanged import places_of, replaced
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,7 +74,7 @@ def check(tiled: TiledModule, x: Tensor) -> bool:
                 copies[p] = p.detach().requires_grad_()
         places = [(at, name, copies[t]) for at, name, t in places_of(tiled.host) if t in copies]
         tile = x.detach().narrow(tiled.dim, 0, 3)
-        tile = (_without_zeros(tile) if type(x) in _PLAIN else tile.clone()).requires_grad_()
+        tile = (_without_zeros(tile) if type(x) in PLAIN else tile.clone()).requires_grad_()
         with replaced(places):
             out = tiled.output_of(tile)
         tiled.check_leaves(out, [tile, *parameters, *copies.values()])

@@ -29,7 +29,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from storage_ops._op_arguments import tensors_in, with_tensors
-from storage_ops.foundation.op_names import Overload
+from storage_ops.foundation.op_names import Overload, is_allocation
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.values.assume import Assumption, Source, name_of
 from storage_ops.simulate.values.supposed import (
@@ -46,9 +46,6 @@ _aten = torch.ops.aten
 # 128 experts for 32768 tokens.
 _LIMIT = 256 << 20
 _SHORT = 16 << 20  # most bytes of floating-point data and constants that are followed
-_UNINITIALISED = {
-    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"
-}  # fmt: skip
 # Ops whose result does not depend on earlier values of the tensor that they write to.
 _OVERWRITING = {
     _aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default
@@ -285,7 +282,7 @@ class Values:
         """Record the effect of an op on values after it ran on fake tensors."""
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return  # found_inf stays 0.0, because numbers are finite
-        if name_of(func) in _UNINITIALISED:  # numbers stay unknown, as those of activations
+        if is_allocation(func):  # numbers stay unknown, as those of activations
             if _is_strided(out) and _is_followed(out):
                 self._know_zeros(out)  # as each run would read other bytes
             return
