@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,6 +52,7 @@ from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
 from storage_ops.simulate.layers.replay import NotReplayable
 from storage_ops.simulate.layers.replay_cache import Quick
 from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.module_kinds import NotComparable
 from storage_ops.simulate.ranks.collectives import (
     is_distributed,
     is_sharded_alone,
@@ -383,7 +385,12 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
         args, kwargs = moved
         del moved
         earlier = _blocks_of_states(captured, simulation)
-        call_simulated(step, args, kwargs)
+        try:
+            call_simulated(step, args, kwargs)
+        except NotComparable as error:
+            # The tensors in the frames of this attempt would be searched for in all objects.
+            traceback.clear_frames(error.__traceback__)
+            raise
         # Tensors of the state that the step has replaced. The new ones exist from the start.
         _remove(ledger, earlier.difference(roles))
         state_blocks = {block for block, role in roles.items() if role == STATE}

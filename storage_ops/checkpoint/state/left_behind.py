@@ -187,7 +187,7 @@ def remove_left_behind(
         thaw()
     gc.collect(1)  # frees reference cycles of the run
     left = [t for t in gc.get_objects() if type(t) is FakeTensor and is_left(t)]
-    not_removed = [entry for t in left for entry in _remove(t, left, 0)]
+    not_removed = list(_remove(left))
     if _thaws:
         gc.freeze()
     return not_removed
@@ -207,33 +207,60 @@ def run_on_fakes(modules: Iterable[nn.Module], run: Callable[[FakeTensorMode], T
         remove_left_behind(names, lambda t: t.fake_mode is mode(), lambda: mode() is not None)
 
 
-def _remove(removed: object, ignored: object, depth: int) -> Iterator[Left]:
-    """Remove a value from every cache and container of the process. Yield its other holders."""
-    for holder in gc.get_referrers(removed):
-        if holder is ignored or isinstance(holder, (FakeTensor, FrameType, CellType)):
-            continue
+def _remove(values: list[Any], depth: int = 0) -> Iterator[Left]:
+    """Remove values from every cache and container of the process. Yield their other holders."""
+    pairs = _holders(values)
+    mappings = [holder for holder, _ in pairs if type(holder) in MAPPINGS]
+    owners = {
+        id(held): owner
+        for owner, attributes in (_holders(mappings) if mappings else [])
+        for held in attributes
+        if attributes_of(owner) is held
+    }
+    tuples = []
+    for holder, held in pairs:
+        removed = {id(value) for value in held}
         if isinstance(holder, _CACHE):
             holder.cache_clear()
+        elif id(holder) in owners:
+            yield from _attributes_among(removed, owners[id(holder)])
         elif type(holder) in MAPPINGS:
-            owner = next((r for r in gc.get_referrers(holder) if attributes_of(r) is holder), None)
-            if owner is not None:
-                yield from _attributes_that_are(removed, owner)
-                continue
-            for key in [k for k, value in holder.items() if value is removed or k is removed]:
+            for key in [k for k, value in holder.items() if {id(k), id(value)} & removed]:
                 del holder[key]
         elif type(holder) in CONTAINERS:
-            put(holder, [value for value in holder if value is not removed])
-        elif not isinstance(holder, tuple):
-            yield from _attributes_that_are(removed, holder)
-        elif depth < _DEEP:
-            yield from _remove(holder, ignored, depth + 1)
+            put(holder, [value for value in holder if id(value) not in removed])
+        elif isinstance(holder, tuple):
+            tuples.append(holder)
+        else:
+            yield from _attributes_among(removed, holder)
+    del pairs, mappings, owners  # would be found as holders of the tuples
+    if tuples and depth < _DEEP:
+        yield from _remove(tuples, depth + 1)
 
 
-def _attributes_that_are(sought: object, owner: object) -> Iterator[Left]:
-    t = next((t for t in tree_leaves(sought) if isinstance(t, FakeTensor)), None)
+def _holders(values: list[Any]) -> list[tuple[Any, list[Any]]]:
+    """Return the objects that reference any of the values, each with those values.
+
+    One pass over all objects, because a failed run of a large model leaves thousands of tensors.
+    """
+    ids = {id(value) for value in values}
+    holders = [
+        each
+        for each in gc.get_objects()
+        if not ids.isdisjoint(map(id, gc.get_referents(each)))
+        and each is not values
+        and not isinstance(each, (FakeTensor, FrameType, CellType))
+    ]
+    return [(each, [v for v in gc.get_referents(each) if id(v) in ids]) for each in holders]
+
+
+def _attributes_among(sought: set[int], owner: object) -> Iterator[Left]:
+    """Yield the attributes of an object that are among the values with these ids."""
     for name, value in attributes_of(owner).items():
-        if value is sought and t is not None:
-            yield Left(t, f"{type(owner).__name__}, under {name!r}")
+        if id(value) in sought:
+            t = next((t for t in tree_leaves(value) if isinstance(t, FakeTensor)), None)
+            if t is not None:
+                yield Left(t, f"{type(owner).__name__}, under {name!r}")
 
 
 def content_of(cell: CellType) -> Any:

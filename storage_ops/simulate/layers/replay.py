@@ -162,13 +162,13 @@ def check_edges(last: Tensor) -> None:
     """Check that gradients are added up in the order of the recordings.
 
     Raises:
-        NotComparable: an input gets gradients from outside a call, and from inside it gets several,
-            or one before the end of the call's backward.
-        NotReplayable: a parameter gets gradients from several calls. Autograd holds their sum until
-            the last one.
+        NotReplayable: an input gets gradients from outside a call, and from inside it gets several,
+            or one before the end of the call's backward. Or a parameter gets gradients from several
+            calls, and autograd holds their sum until the last one.
     """
     counts, nodes = edges_behind(last)
     replays: list[Replay] = []
+    refused: list[nn.Module] = []
     used: set[int] = set()  # the ids of parameters, by other nodes
     for node in nodes:
         replay = getattr(node, "replay", None)
@@ -178,13 +178,13 @@ def check_edges(last: Tensor) -> None:
             continue
         is_one = replay.recording.edges <= 1 and replay.recording.arrives_last
         if not is_one and any(counts[edge] > 1 for edge in node.next_functions):
-            raise NotComparable
+            refused.append(replay.module)
         replays.append(replay)
     uses = Counter(used)
     uses.update(id(p) for replay in replays for p in replay.trained)
-    repeated = [r.module for r in replays if any(uses[id(p)] > 1 for p in r.trained)]
-    if repeated:
-        raise NotReplayable(*repeated)
+    refused += [r.module for r in replays if any(uses[id(p)] > 1 for p in r.trained)]
+    if refused:
+        raise NotReplayable(*refused)
 
 
 def _uses(t: Any) -> int:
