@@ -159,7 +159,7 @@ class Probe:
         leaves = [leaf.make(simulation) if isinstance(leaf, Like) else leaf for leaf in leaves]
         if trained:
             anchor = torch.empty(0, device=leaves[trained[0]].device)
-            entered = enter([leaves[i] for i in trained], anchor, lambda gradients: None)
+            entered = enter([leaves[i] for i in trained], anchor)
             for i, t in zip(trained, entered, strict=True):
                 leaves[i] = t
             del entered, t

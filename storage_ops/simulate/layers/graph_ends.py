@@ -1,19 +1,22 @@
 """Separates the autograd graph of one call, so that the call can run alone.
 
-`enter` creates the inputs of the call and receives their gradients. `leave` creates the gradients
-of its outputs. The nodes of the call are in between, and no others. `reads_history` checks this.
+`enter` creates the inputs of the call. `leave` creates the gradients of its outputs. The nodes of
+the call are in between, and no others. `reads_history` checks this. `gradients_taken`
+takes the gradients of the inputs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Gradients = Sequence[Tensor | None]
+Edges = list[tuple[int, Tensor | None]]  # numbers of inputs, each with a gradient
 
 
 class _Enter(torch.autograd.Function):
@@ -23,17 +26,13 @@ class _Enter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, arrive: Callable[[Gradients], None], inputs: list[Tensor], anchor: Tensor
-    ) -> Any:
-        ctx.arrive = arrive
+    def forward(ctx: Any, inputs: list[Tensor], anchor: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         return tuple(inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.arrive(gradients)
-        return None, None, None
+        return None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -49,18 +48,15 @@ class _Leave(torch.autograd.Function):
         return None, *ctx.make()
 
 
-def enter(
-    inputs: list[Tensor], anchor: Tensor, arrive: Callable[[Gradients], None]
-) -> list[Tensor]:
+def enter(inputs: list[Tensor], anchor: Tensor) -> list[Tensor]:
     """Return tensors without a history as inputs that require gradients.
 
     Args:
         inputs: the tensors.
         anchor: an empty tensor without a history.
-        arrive: called with the gradients of the inputs in the backward of the call.
     """
     with torch.enable_grad():
-        entered = _Enter.apply(arrive, inputs, anchor.requires_grad_())  # type: ignore[no-untyped-call]
+        entered = _Enter.apply(inputs, anchor.requires_grad_())  # type: ignore[no-untyped-call]
     return list(entered)
 
 
@@ -79,6 +75,40 @@ def leave(outputs: Sequence[Tensor], make: Callable[[], Gradients]) -> Tensor:
 def run_backward(last: Tensor) -> None:
     """Run the backward of the call from the result of `leave`."""
     last.backward(torch.empty_like(last))
+
+
+@contextlib.contextmanager
+def gradients_taken(
+    last: Tensor, entry: Any, begin: Callable[[], None], take: Callable[[Edges], None]
+) -> Iterator[None]:
+    """Take the gradients of the inputs from a backward in a with block, without adding them up.
+
+    Where a call is part of a larger graph, autograd adds each of them to gradients from elsewhere,
+    at the moment at which a node of the call has computed it.
+
+    Args:
+        last: the result of `leave`.
+        entry: the autograd node of the inputs.
+        begin: called before each node runs.
+        take: called after a node has run that computes gradients of inputs, with these gradients.
+    """
+    with contextlib.ExitStack() as stack:
+        for node in nodes_behind(last):
+            stack.callback(node.register_prehook(lambda _: begin()).remove)
+            places = [(k, i) for k, (to, i) in enumerate(node.next_functions) if to is entry]
+            if places:
+                stack.callback(node.register_hook(partial(_take, take, places)).remove)
+        del node
+        yield
+
+
+def _take(
+    take: Callable[[Edges], None], places: list[tuple[int, int]], gradients: Gradients, _: Gradients
+) -> Gradients:
+    """Return the gradients that a node has computed, without those of the call's inputs."""
+    take([(number, gradients[k]) for k, number in places])
+    taken = {k for k, _ in places}
+    return tuple(None if k in taken else t for k, t in enumerate(gradients))
 
 
 def next_node() -> int:
@@ -115,16 +145,13 @@ def reads_history(
     return False
 
 
-def edges_behind(last: Tensor) -> tuple[Counter[Any], set[Any]]:
-    """Return the number of edges to each input of the nodes behind a tensor, and the nodes."""
-    counts: Counter[Any] = Counter()
+def nodes_behind(last: Tensor) -> set[Any]:
+    """Return the autograd nodes behind a tensor."""
     nodes: set[Any] = set()
     queue = [last.grad_fn]
     while queue:
         node = queue.pop()
-        if node is None or node in nodes:
-            continue
-        nodes.add(node)
-        counts.update(edge for edge in node.next_functions if edge[0] is not None)
-        queue += [following for following, _ in node.next_functions]
-    return counts, nodes
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            queue += [following for following, _ in node.next_functions]
+    return nodes

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ from storage_ops.foundation.tensor_spec import TensorSpec
 from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense, memory_format_of
 from storage_ops.simulate.layers.casts import autocast_off, casts_uncached, check_casts
 from storage_ops.simulate.layers.graph_ends import (
-    edges_behind,
+    Edges,
     enter,
+    gradients_taken,
     leave,
     next_node,
     reads_history,
@@ -61,7 +64,10 @@ class BlockSlot:
 class View:
     """A tensor that leaves the call, as a view of the storage of a slot.
 
-    `is_cached`: whether a cache keeps it. In the call's own graph it gets no gradient.
+    Attributes:
+        is_cached: whether a cache keeps it. In the call's own graph it gets no gradient.
+        has_base: whether it is a gradient that is a view of another tensor. Autograd does not add
+            to it in place.
     """
 
     slot: int
@@ -71,6 +77,7 @@ class View:
     dtype: torch.dtype
     needs_grad: bool
     is_cached: bool = False
+    has_base: bool = False
 
     @staticmethod
     def of(t: Tensor, slot: int, is_cached: bool = False) -> View:
@@ -128,20 +135,31 @@ def distinct_views(
 
 
 @dataclass
+class Part:
+    """A part of the backward of a call. It ends when gradients of inputs leave the call.
+
+    Attributes:
+        events: numbers of slots, each with True if it is allocated, or False if it is freed. A
+            gradient of an input is freed when the call itself does not need it any more.
+        gradients: numbers of inputs, each with the View of a gradient that leaves; or None.
+    """
+
+    events: list[tuple[int, bool]]
+    gradients: list[tuple[int, View | None]]
+
+
+@dataclass
 class Recording:
     """The effect of a call on the ledger.
 
     Attributes:
         slots: the blocks of the call.
-        forward, backward: numbers of slots, each with True if it is allocated, or False if it is
-            freed.
+        forward: numbers of slots, each with True if it is allocated, or False if it is freed.
         outputs: for each leaf of the result, and of the changes of caches: a View, the number of
             the input tensor that it is, or ("value", leaf).
         form: the tree structure of the result and of the changes.
         held: slots of inputs and outputs that its autograd nodes keep until backward.
-        edges: how many gradients arrive at each input.
-        arrives_last: whether the gradient of the input is computed after all other gradients.
-        gradients: the View of the gradient of each input that needs one, by number; or None.
+        backward: the parts of the backward, at least one if the call has a backward.
         parameters: views of the parameters' gradients, or None.
         sent: bytes sent to other ranks in forward and in backward, by collective.
         written: the numbers of outputs whose gradients autograd adds to in place.
@@ -152,10 +170,7 @@ class Recording:
     outputs: list[Any]
     form: Any
     held: set[int]
-    edges: int = 0
-    arrives_last: bool = True
-    backward: list[tuple[int, bool]] = field(default_factory=list)
-    gradients: dict[int, View | None] = field(default_factory=dict)
+    backward: list[Part] = field(default_factory=list)
     parameters: list[View | None] = field(default_factory=list)
     sent: tuple[Counter[str], Counter[str]] = field(default_factory=lambda: (Counter(), Counter()))
     written: frozenset[int] = frozenset()
@@ -173,7 +188,8 @@ class Recording:
 
     def storage_of(self, number: int, simulation: Simulation, device: torch.device) -> Tensor:
         """Return a tensor with a new storage like that of a slot, by the first view of the slot."""
-        views = (*self.outputs, *self.gradients.values(), *self.parameters)
+        leaving = (view for part in self.backward for _, view in part.gradients)
+        views = (*self.outputs, *leaving, *self.parameters)
         first = next(v for v in views if isinstance(v, View) and v.slot == number)
         return first.storage(simulation, self.slots[number].block.asked, device)
 
@@ -216,17 +232,17 @@ class _Recorder:
         self._module, self._name = module, name
         self._roles: dict[Block, tuple[str, int]] = {}
         self._numbers: dict[Block, int] = {}  # the numbers of slots
-        self._gradients_made_at = (
-            0  # the number of events when the gradients of the outputs existed
-        )
+        # The numbers of events when the gradients of the outputs existed, and when parts ended.
+        self._ends = [0]
+        self._left: list[list[tuple[int, View | None]]] = []  # gradients of inputs, by part
 
     def run(
         self, call: Callable[..., Any], args: Args, kwargs: Kwargs, caches: list[CacheOfOneLayer]
     ) -> Recording:
         """Run the call and record its effect."""
-        events, arrived = self._side.events, list[Any]()
+        events = self._side.events
         has_gradient = [p.grad is not None for p in self._module.parameters()]
-        inputs, needing, args, kwargs = self._inputs(args, kwargs, arrived)
+        inputs, needing, args, kwargs = self._inputs(args, kwargs)
         entries = {t.grad_fn for t in inputs}
         versions = [t._version for t in inputs]
         start, since = len(events), next_node()
@@ -239,7 +255,6 @@ class _Recorder:
         count = len(tree_leaves(result))
         leaves, form = tree_flatten((result, [cache.take_changes() for cache in caches]))
         outputs = [self._output(leaf, inputs, i >= count) for i, leaf in enumerate(leaves)]
-        edges = 0
         pairs = zip(leaves[:count], outputs[:count], strict=True)
         leaving = [t for t, v in pairs if isinstance(v, View) and v.needs_grad]
         if reads_history(leaving, entries, self._module.parameters(), since):
@@ -247,35 +262,35 @@ class _Recorder:
         if not all(t.is_contiguous(memory_format=memory_format_of(t)) for t in leaving):
             raise NotComparable  # their gradients usually have other strides
         last = leave(leaving, self._gradients_of(leaving)) if leaving else None
-        if last is not None and needing:
-            edges = edges_behind(last)[0][inputs[needing[0]].grad_fn, 0]
+        entry = inputs[needing[0]].grad_fn if needing else None
         # From here on only autograd nodes keep inputs and outputs.
         del inputs, args, kwargs, result, leaves, pairs, leaving, entries
         dropped = {block for _, block, is_allocation in events[stop:] if not is_allocation}
-        gradients: dict[int, View | None] = {}
         parameters: list[View | None] = []
-        begin = end = len(events)
         if last is not None:
-            with autocast_off():
+            take = partial(self._take, needing)
+            with autocast_off(), gradients_taken(last, entry, self._end_part, take):
                 run_backward(last)
-            begin, end = self._gradients_made_at, len(events)
-            gradients = {
-                i: self._leaving(g, GRAD_IN, i) for i, g in zip(needing, arrived, strict=True)
-            }
+            self._end_part()
+            if len(events) > self._ends[-1] or not self._left:
+                self._left.append([])
+                self._end_part()
             for i, p in enumerate(self._module.parameters()):
                 if has_gradient[i]:
                     parameters.append(None)
                 else:
                     parameters.append(self._leaving(p.grad, PARAMETER, i))
                     p.grad = None
-        arrived.clear()
-        last = None
+        last = entry = None
         self._check_nothing_is_kept(dropped)
         theirs = {
-            block for _, block, is_allocation in events[stop:begin] if is_allocation
+            block for _, block, is_allocation in events[stop : self._ends[0]] if is_allocation
         } - self._roles.keys()
         forward = self._numbered(events[start:stop], theirs)
-        backward = self._numbered(events[begin:end], theirs)
+        backward = [
+            Part(self._numbered(events[begin:end], theirs), left)
+            for (begin, end), left in zip(pairwise(self._ends), self._left, strict=True)
+        ]
         kept_slots = {
             self._number(block)
             for block, (role, _) in self._roles.items()
@@ -284,25 +299,19 @@ class _Recorder:
         slots = [self._slot(block) for block in self._numbers]
         roles = (self._roles.get(block, ("", 0)) for block in self._side.added_to)
         return Recording(
-            slots, forward, outputs, form, kept_slots, edges, self._arrives_last(begin, end),
-            backward, gradients, parameters,
+            slots, forward, outputs, form, kept_slots, backward, parameters,
             (sent, self._simulation.sent - sent), frozenset(n for r, n in roles if r == GRAD_OUT),
         )  # fmt: skip
 
-    def _inputs(
-        self, args: Args, kwargs: Kwargs, arrived: list[Any]
-    ) -> tuple[list[Tensor], list[int], Any, Any]:
+    def _inputs(self, args: Args, kwargs: Kwargs) -> tuple[list[Tensor], list[int], Any, Any]:
         """Return copies of inputs, numbers of those that need gradients, and the arguments."""
         leaves, form = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         copies = self._copies([leaves[i] for i in places])
         needing = [k for k, i in enumerate(places) if leaves[i].requires_grad]
-        if len(needing) > 1:
-            # Their gradients leave at different moments, but a replay has one node.
-            raise NotComparable
         if needing:
             anchor = self._simulation.unseen(torch.empty, 0, device=copies[0].device)
-            entered = enter([copies[k] for k in needing], anchor, arrived.extend)
+            entered = enter([copies[k] for k in needing], anchor)
             for k, t in zip(needing, entered, strict=True):
                 copies[k] = t
         for i, t in zip(places, copies, strict=True):
@@ -355,7 +364,7 @@ class _Recorder:
                 block = self._side.block_of(t)
                 if block is not None:
                     self._roles[block] = (GRAD_OUT, k)
-            self._gradients_made_at = len(self._side.events)
+            self._ends = [len(self._side.events)]
             return gradients
 
         return make
@@ -370,11 +379,20 @@ class _Recorder:
         self._roles.setdefault(block, (role, number))
         return View.of(t, self._number(block))
 
-    def _arrives_last(self, begin: int, end: int) -> bool:
-        """Return True if other nodes allocate nothing in the backward after an input's gradient."""
-        made = [block for _, block, taken in self._side.events[begin:end] if taken]
-        at = [i for i, b in enumerate(made) if self._roles.get(b, ("", 0))[0] == GRAD_IN]
-        return not at or all(block.node == made[at[0]].node for block in made[at[0] :])
+    def _take(self, needing: list[int], edges: Edges) -> None:
+        """Note the gradients of inputs that a node has computed."""
+        left = []
+        for k, t in edges:
+            view = self._leaving(t, GRAD_IN, needing[k])
+            if view is not None and t is not None:
+                view = replace(view, has_base=t._is_view())
+            left.append((needing[k], view))
+        self._left.append(left)
+
+    def _end_part(self) -> None:
+        """End a part of the backward, if gradients have left since the last part."""
+        if len(self._ends) <= len(self._left):
+            self._ends.append(len(self._side.events))
 
     def _check_nothing_is_kept(self, dropped: set[Block]) -> None:
         alive: set[Block] = set()

@@ -1,13 +1,15 @@
 """Replays the effect of a recorded call on the ledger, without running its ops.
 
-Each replay is one autograd node. It records the inner blocks, creates the tensors that leave the
-call, and keeps inputs and outputs alive as long as the call's own nodes would.
+A replay records the inner blocks, creates the tensors that leave the call, and keeps inputs and
+outputs alive as long as the call's own nodes would. It is a chain of autograd nodes, because the
+gradients of inputs leave at different moments: one node for each part of the backward.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_unflatten
 
 from storage_ops.foundation.ledger import Block, ModuleCall
-from storage_ops.simulate.layers.graph_ends import edges_behind
+from storage_ops.simulate.layers.graph_ends import nodes_behind
 from storage_ops.simulate.layers.recording import (
     GRAD_OUT,
     INPUT,
@@ -52,6 +54,7 @@ class Replay:
         self._device = next((t.device for t in (*self._parameters, *inputs)), torch.device("cpu"))
         self._live: dict[int, Block] = {}  # the inner blocks, by slot
         self._held: dict[int, torch.UntypedStorage] = {}
+        self._tensors: dict[int, Tensor] = {}  # that leave the call, and gradients, by slot
         for number, slot in enumerate(recording.slots):
             if slot.role == INPUT and number in recording.held:
                 self._held[number] = inputs[slot.number].untyped_storage()
@@ -65,15 +68,16 @@ class Replay:
     def forward(self) -> dict[int, Tensor]:
         """Replay the forward. Return the tensors with storages of slots."""
         self._simulation.sent += self.recording.sent[0]
-        results = self._carry_out(self.recording.forward, ())
+        self._carry_out(self.recording.forward)
+        tensors, self._tensors = self._tensors, {}
         held = self.recording.held
-        self._held |= {n: t.untyped_storage() for n, t in results.items() if n in held}
-        return results
+        self._held |= {n: t.untyped_storage() for n, t in tensors.items() if n in held}
+        return tensors
 
-    def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Replay the backward. Return the gradients of inputs, and set those of parameters."""
+    def begin_backward(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Check and note the gradients of outputs."""
         recording = self.recording
-        pairs = list(zip(self._parameters, recording.parameters, strict=True))
+        pairs = zip(self._parameters, recording.parameters, strict=True)
         if any(view is not None and p.grad is not None for p, view in pairs):
             raise NotReplayable(self.module)  # autograd would add to it
         if not recording.is_of(gradients):
@@ -84,20 +88,33 @@ class Replay:
                 raise NotReplayable(self.module)
             del gradient
         self._simulation.sent += recording.sent[1]
-        input_gradients = self._carry_out(recording.backward, gradients)
-        for p, view in pairs:
-            if view is not None:
-                p.grad = self._view(view, input_gradients, gradients)
-        return [
-            None if v is None else self._view(v, input_gradients, gradients)
-            for v in recording.gradients.values()
-        ]
+        for number, slot in enumerate(recording.slots):
+            if slot.role == GRAD_OUT and (gradient := gradients[slot.number]) is not None:
+                self._tensors[number] = gradient
+
+    def backward(self, number: int) -> list[Tensor | None]:
+        """Replay a part of the backward. Return the gradients that leave at its end.
+
+        The last part sets the gradients of parameters.
+        """
+        parts, parameters = self.recording.backward, self.recording.parameters
+        views = [view for _, view in parts[number].gradients]
+        leaving = {view.slot for view in views if view is not None}
+        freed = self._carry_out(parts[number].events, leaving, is_first=number == 0)
+        gradients = [None if v is None else self._view(v, self._tensors | freed) for v in views]
+        if number == len(parts) - 1:
+            for p, v in zip(self._parameters, parameters, strict=True):
+                if v is not None:
+                    p.grad = self._view(v, self._tensors)
+            self._tensors.clear()
+        return gradients
 
     def _carry_out(
-        self, events: list[tuple[int, bool]], gradients: tuple[Tensor | None, ...]
+        self, events: list[tuple[int, bool]], leaving: Collection[int] = (), is_first: bool = False
     ) -> dict[int, Tensor]:
+        """Take and free blocks of slots. Return the freed tensors of slots that are leaving."""
         ledger, recording = self._simulation.ledger, self.recording
-        tensors: dict[int, Tensor] = {}
+        freed: dict[int, Tensor] = {}
         for number, is_allocation in events:
             slot = recording.slots[number]
             if slot.role == INSIDE:
@@ -106,28 +123,34 @@ class Replay:
                 else:
                     ledger.give_back(self._live.pop(number))
             elif is_allocation:
-                tensors[number] = t = recording.storage_of(number, self._simulation, self._device)
+                self._tensors[number] = t = recording.storage_of(
+                    number, self._simulation, self._device
+                )
                 ledger.see_as(t, self._block(slot))
                 del t
-            elif slot.role == GRAD_OUT:
-                gradient = gradients[slot.number]
-                if gradient is not None and _uses(gradient) <= _uses_of_the_last():
-                    ledger.release(gradient)
             elif number in self._held:
                 del self._held[number]
-        return tensors
+            elif number in leaving:
+                freed[number] = self._tensors.pop(number)
+            elif number in self._tensors:
+                t = self._tensors.pop(number)
+                # Autograd has a reference to the gradient of an output until the first part ends.
+                if is_first and slot.role == GRAD_OUT and _uses(t) <= _uses_of_the_last():
+                    ledger.release(t)
+                del t
+        return freed
 
     def _block(self, slot: BlockSlot) -> Block:
         call = None if slot.call is None else ModuleCall(self._name + slot.call, 0)
         return replace(slot.block, call=call, _storages=0)
 
-    def _view(
-        self, view: View, tensors: dict[int, Tensor], gradients: tuple[Tensor | None, ...]
-    ) -> Tensor | None:
-        slot = self.recording.slots[view.slot]
-        if slot.role == GRAD_OUT:
-            return gradients[slot.number]
-        return view.on(self._simulation, tensors[view.slot])
+    def _view(self, view: View, tensors: dict[int, Tensor]) -> Tensor:
+        t = tensors[view.slot]
+        if view.has_base:
+            return view.with_new_history(self._simulation, t)
+        if self.recording.slots[view.slot].role == GRAD_OUT:
+            return t
+        return view.on(self._simulation, t)
 
     def outputs(self, tensors: dict[int, Tensor]) -> list[Tensor]:
         """Return the created tensors among the results."""
@@ -136,11 +159,11 @@ class Replay:
 
 
 class _Replayed(torch.autograd.Function):
-    """The autograd node of a replayed call."""
+    """The autograd node of a replayed call, and of the first part of its backward."""
 
     @staticmethod
-    def forward(ctx: Any, replay: Replay, *inputs: Tensor) -> Any:
-        ctx.replay, ctx.count = replay, len(inputs)
+    def forward(ctx: Any, replay: Replay, following: Tensor | None, *inputs: Tensor) -> Any:
+        ctx.replay = replay
         ctx.set_materialize_grads(False)
         recording = replay.recording
         outputs = replay.outputs(replay.forward())
@@ -153,38 +176,46 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        upstream = tuple(gradients[k] for k in ctx.differentiable)
-        input_gradients = ctx.replay.backward(upstream)
-        return (None, *input_gradients) if input_gradients else (None,) * (1 + ctx.count)
+        ctx.replay.begin_backward(tuple(gradients[k] for k in ctx.differentiable))
+        del gradients
+        return None, None, *ctx.replay.backward(0)
 
 
-def check_edges(last: Tensor) -> None:
-    """Check that gradients are added up in the order of the recordings.
+class _Part(torch.autograd.Function):
+    """The autograd node of a later part of a backward. The parts before it depend on its result."""
 
-    Raises:
-        NotReplayable: an input gets gradients from outside a call, and from inside it gets several,
-            or one before the end of the call's backward. Or a parameter gets gradients from several
-            calls, and autograd holds their sum until the last one.
+    @staticmethod
+    def forward(
+        ctx: Any, replay: Replay, number: int, following: Tensor, *inputs: Tensor
+    ) -> Tensor:
+        ctx.replay, ctx.number = replay, number
+        ctx.set_materialize_grads(False)
+        return following.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> Any:
+        return None, None, None, *ctx.replay.backward(ctx.number)
+
+
+def check_parameters(last: Tensor) -> None:
+    """Raise `NotReplayable` if a parameter gets gradients from several calls.
+
+    Autograd holds their sum until the last one.
     """
-    counts, nodes = edges_behind(last)
-    replays: list[Replay] = []
-    refused: list[nn.Module] = []
+    replays: dict[int, Replay] = {}
     used: set[int] = set()  # the ids of parameters, by other nodes
-    for node in nodes:
+    for node in nodes_behind(last):
         replay = getattr(node, "replay", None)
-        if not isinstance(replay, Replay):
+        if isinstance(replay, Replay):
+            replays[id(replay)] = replay
+        else:
             leaves = (following for following, _ in node.next_functions)
             used.update(id(leaf.variable) for leaf in leaves if hasattr(leaf, "variable"))
-            continue
-        is_one = replay.recording.edges <= 1 and replay.recording.arrives_last
-        if not is_one and any(counts[edge] > 1 for edge in node.next_functions):
-            refused.append(replay.module)
-        replays.append(replay)
     uses = Counter(used)
-    uses.update(id(p) for replay in replays for p in replay.trained)
-    refused += [r.module for r in replays if any(uses[id(p)] > 1 for p in r.trained)]
-    if refused:
-        raise NotReplayable(*refused)
+    uses.update(id(p) for replay in replays.values() for p in replay.trained)
+    repeated = [r.module for r in replays.values() if any(uses[id(p)] > 1 for p in r.trained)]
+    if repeated:
+        raise NotReplayable(*repeated)
 
 
 def _uses(t: Any) -> int:
@@ -224,11 +255,12 @@ def replayed(
     """Replay a call from its recording. Return its result and the changes of caches."""
     replay = Replay(simulation, recording, module, name, inputs)
     if recording.needs_grad:
-        # If no input needs a gradient, a parameter makes the node part of the graph.
-        entering = [inputs[i] for i in recording.gradients] or [
-            next(p for p in module.parameters() if p.requires_grad)
-        ]
-        results = iter(_Replayed.apply(replay, *entering))  # type: ignore[no-untyped-call]
+        following: Any = simulation.unseen(torch.empty, 0).requires_grad_()
+        for number, part in reversed([*enumerate(recording.backward)][1:]):
+            leaving = [inputs[i] for i, _ in part.gradients]
+            following = _Part.apply(replay, number, following, *leaving)  # type: ignore[no-untyped-call]
+        leaving = [inputs[i] for i, _ in recording.backward[0].gradients]
+        results = iter(_Replayed.apply(replay, following, *leaving))  # type: ignore[no-untyped-call]
     else:
         results = iter(replay.outputs(replay.forward()))
     leaves = []

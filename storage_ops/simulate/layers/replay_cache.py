@@ -16,7 +16,7 @@ from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.layers.key_value_caches import Caches
 from storage_ops.simulate.layers.recording import Recording, record
-from storage_ops.simulate.layers.replay import check_edges, replayed
+from storage_ops.simulate.layers.replay import check_parameters, replayed
 from storage_ops.simulate.layers.variants import Variants
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import Kinds, ModuleKind, NotComparable, arguments_key
@@ -115,7 +115,7 @@ class Quick:
     def check(self, loss: Tensor) -> None:
         """Raise an error before a backward that would differ from that of the calls' own nodes."""
         if self.count:
-            check_edges(loss)
+            check_parameters(loss)
 
     def _record(
         self, simulation: Simulation, module: nn.Module, kind: ModuleKind, name: str,
