@@ -88,7 +88,7 @@ def gradients_taken(
 
     Args:
         last: the result of `leave`.
-        entry: the autograd node of the inputs.
+        entry: the autograd node of the inputs, or None if none needs a gradient.
         begin: called before each node runs.
         take: called after a node has run that computes gradients of inputs, with these gradients.
     """
@@ -96,7 +96,7 @@ def gradients_taken(
         for node in nodes_behind(last):
             stack.callback(node.register_prehook(lambda _: begin()).remove)
             places = [(k, i) for k, (to, i) in enumerate(node.next_functions) if to is entry]
-            if places:
+            if places and entry is not None:
                 stack.callback(node.register_hook(partial(_take, take, places)).remove)
         del node
         yield
