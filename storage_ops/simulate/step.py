@@ -333,7 +333,8 @@ def _quickly(model: nn.Module, options: _StepOptions) -> StepEstimate | None:
         try:
             step = _simulate(model, options, quick)
         except NotReplayable as error:
-            refused.update(error.modules)
+            # The last submodule may get the same gradient.
+            refused.update(part for module in error.modules for part in module.modules())
         except Exception:
             if quick.count == 0 and not quick.is_spoiled:
                 raise
