@@ -99,8 +99,8 @@ class Comparison:
     def instance(self, value: object, depth: int) -> Hashable:
         """Return the representation of an instance of another class."""
         if dataclasses.is_dataclass(value):
-            fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-            return (type(value), self.of(tuple(fields), depth + 1))
+            names = [f.name for f in dataclasses.fields(value) if f.compare]
+            return (type(value), *((n, self.of(getattr(value, n), depth + 1)) for n in names))
         return self.opaque(value, depth)
 
     def opaque(self, value: object, depth: int) -> Hashable:
@@ -157,12 +157,14 @@ class _Attributes(Comparison):
             whose = "self" if owner is self._module else self.of(owner, depth + 1)
             return "method", self.of(value.__func__, depth + 1), whose
         cls: Any = type(value)
-        if not _is_of_python(cls):
-            return self.opaque(value, depth)
         if id(value) not in self._seen:
             inside = _Attributes(self._module, self._seen)
+            key: Hashable
             try:
-                key: Hashable = (type(value), inside._of_dictionary(vars(value), depth + 1))
+                if _is_of_python(cls):
+                    key = cls, inside._of_dictionary(vars(value), depth + 1)
+                else:
+                    key = super(_Attributes, inside).instance(value, depth)
             except NotComparable:
                 key, inside = self.opaque(value, depth), _Attributes(self._module, self._seen)
             self._seen[id(value)] = _Seen(value, key, inside.values, inside.spots, inside.tensors)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ class CacheOfOneLayer:
         entry: the entry of the layer.
     """
 
-    def __init__(self, cls: type, entry: Any) -> None:
-        self._cls, self.entry = cls, entry
+    def __init__(self, cls: type, entry: Any, is_filled: bool | None = None) -> None:
+        self._cls, self.entry, self._is_filled = cls, entry, is_filled
         self._before = dict(vars(entry))
 
     @property  # type: ignore[misc]
@@ -40,6 +40,10 @@ class CacheOfOneLayer:
     ) -> Any:
         """Store keys and values, as `Cache.update` does."""
         return self.entry.update(keys, values, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int) -> int:
+        """Return the number of tokens whose keys and values are stored."""
+        return int(self.entry.get_seq_length())
 
     def take_changes(self) -> dict[str, Any]:
         """Return the new attributes of the entry, and remove the entry."""
@@ -53,6 +57,107 @@ class CacheOfOneLayer:
 
     def __len__(self) -> int:
         raise NotComparable
+
+    def __bool__(self) -> bool:
+        if self._is_filled is None:
+            raise NotComparable
+        return self._is_filled or self.entry.is_initialized
+
+
+class _IsUpdated:
+    """Whether the cross-attention of one layer has stored keys. Its number does not matter."""
+
+    def __init__(self) -> None:
+        self.value = False
+
+    def get(self, layer_idx: int) -> bool:
+        return self.value
+
+    def __setitem__(self, layer_idx: int, value: bool) -> None:
+        self.value = value
+
+
+class PairOfOneLayer:
+    """Two caches of one layer, for attention to its own and to the encoder's tokens.
+
+    Attributes:
+        self_attention_cache, cross_attention_cache: the caches.
+        is_updated: whether the cross-attention has stored its keys.
+    """
+
+    def __init__(self, cls: type, caches: list[CacheOfOneLayer]) -> None:
+        self._cls, self._caches = cls, caches
+        self.self_attention_cache, self.cross_attention_cache = caches
+        self.is_updated = _IsUpdated()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance() reads it
+        return self._cls
+
+    def get_seq_length(self, layer_idx: int) -> int:
+        """Return the number of the layer's own tokens whose keys and values are stored."""
+        return self.self_attention_cache.get_seq_length(layer_idx)
+
+    def take_changes(self) -> list[Any]:
+        """Return the new attributes of both entries, and `is_updated`."""
+        return [*(cache.take_changes() for cache in self._caches), self.is_updated.value]
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotComparable
+
+    def __len__(self) -> int:
+        raise NotComparable
+
+
+StandIns = Sequence[CacheOfOneLayer | PairOfOneLayer]
+
+
+class _Slot:
+    """The entry of a layer in a cache.
+
+    Attributes:
+        key: what decides how the entry stores keys and values.
+    """
+
+    def __init__(self, cache: Any, number: int) -> None:
+        self._cache, self._entry = cache, _empty_entry(cache, number)
+        settings = {n: v for n, v in vars(self._entry).items() if not isinstance(v, Tensor)}
+        self.key: Hashable = type(self._entry), Comparison().of(settings)
+
+    def stand_in(self, is_filled: bool | None = None) -> CacheOfOneLayer:
+        """Return a cache of one layer with a copy of the entry."""
+        return CacheOfOneLayer(type(self._cache), copy.copy(self._entry), is_filled)
+
+    def change(self, changes: dict[str, Any]) -> None:
+        """Change the entry as the layer does."""
+        vars(self._entry).update(changes)
+        if not any(self._entry is other for other in self._cache.layers):
+            self._cache.layers.append(self._entry)
+
+
+class _PairOfSlots:
+    """The entries of a layer in an `EncoderDecoderCache`, as `_Slot` is in a `DynamicCache`."""
+
+    def __init__(self, pair: Any, number: int) -> None:
+        caches = pair.self_attention_cache, pair.cross_attention_cache
+        if pair.is_updated.get(number) or not all(map(_is_cache, caches)):
+            raise NotComparable
+        self._pair, self._number = pair, number
+        self._slots = [_Slot(cache, number) for cache in caches]
+        self._are_filled = [bool(cache) for cache in caches]  # layers of Whisper read it
+        self.key: Hashable = (*(slot.key for slot in self._slots), *self._are_filled)
+
+    def stand_in(self) -> PairOfOneLayer:
+        """Return a pair of caches of one layer."""
+        each = zip(self._slots, self._are_filled, strict=True)
+        caches = [slot.stand_in(is_filled) for slot, is_filled in each]
+        return PairOfOneLayer(type(self._pair), caches)
+
+    def change(self, changes: list[Any]) -> None:
+        """Change the entries as the layer does."""
+        for slot, new in zip(self._slots, changes[:2], strict=True):
+            slot.change(new)
+        self._pair.is_updated[self._number] = changes[2]
 
 
 class Caches:
@@ -69,12 +174,15 @@ class Caches:
             NotComparable: an entry has contents, or the layer has several numbers or none.
         """
         leaves = tree_leaves((args, kwargs))
-        self._caches = list({id(leaf): leaf for leaf in leaves if _is_cache(leaf)}.values())
+        self._caches = list({id(v): v for v in leaves if _is_cache(v) or _is_pair(v)}.values())
         self._arguments = args, kwargs
-        self._entries = [_empty_entry(cache, module) for cache in self._caches]
-        self.key: Hashable = tuple(map(_key, self._entries))
+        self._slots = [
+            (_PairOfSlots if _is_pair(cache) else _Slot)(cache, _number_of(module))
+            for cache in self._caches
+        ]
+        self.key: Hashable = tuple(slot.key for slot in self._slots)
 
-    def arguments(self, new: list[Any] | None = None) -> tuple[Args, Kwargs]:
+    def arguments(self, new: Sequence[Any] | None = None) -> tuple[Args, Kwargs]:
         """Return the arguments of the layer with other objects, or their numbers, as caches."""
         if not self._caches:
             return self._arguments
@@ -87,17 +195,14 @@ class Caches:
         args, kwargs = tree_map(other, self._arguments)
         return args, kwargs
 
-    def stand_ins(self) -> list[CacheOfOneLayer]:
+    def stand_ins(self) -> StandIns:
         """Return a cache of one layer for each cache, with a copy of the entry."""
-        pairs = zip(self._caches, self._entries, strict=True)
-        return [CacheOfOneLayer(type(cache), copy.copy(entry)) for cache, entry in pairs]
+        return [slot.stand_in() for slot in self._slots]
 
-    def change(self, changes: list[dict[str, Any]]) -> None:
+    def change(self, changes: list[Any]) -> None:
         """Change the entries as the layer does."""
-        for cache, entry, new in zip(self._caches, self._entries, changes, strict=True):
-            vars(entry).update(new)
-            if not any(entry is other for other in cache.layers):
-                cache.layers.append(entry)
+        for slot, new in zip(self._slots, changes, strict=True):
+            slot.change(new)
 
 
 def _is_cache(value: object) -> bool:
@@ -106,20 +211,28 @@ def _is_cache(value: object) -> bool:
     return module is not None and type(value) is module.DynamicCache
 
 
-def _empty_entry(cache: Any, module: nn.Module) -> Any:
-    """Return a layer's entry in a cache. If the cache has none, create one outside of the cache."""
+def _is_pair(value: object) -> bool:
+    """Return True for a cache that a decoder with an encoder creates for a step of training."""
+    module: Any = sys.modules.get("transformers.cache_utils")
+    return module is not None and type(value) is module.EncoderDecoderCache
+
+
+def _number_of(module: nn.Module) -> int:
+    """Return the number of a layer."""
     numbers = {m.layer_idx for m in module.modules() if hasattr(m, "layer_idx")}
     number = numbers.pop() if len(numbers) == 1 else None
+    if not isinstance(number, int):
+        raise NotComparable
+    return number
+
+
+def _empty_entry(cache: Any, number: int) -> Any:
+    """Return a layer's entry in a cache. If the cache has none, create one outside of the cache."""
     entries, new = cache.layers, cache.layer_class_to_replicate
-    if cache.offloading or not isinstance(number, int):
+    if cache.offloading:
         raise NotComparable
     if number == len(entries) and new is not None:
         return new()
     if not 0 <= number < len(entries) or entries[number].is_initialized:
         raise NotComparable
     return entries[number]
-
-
-def _key(entry: object) -> Hashable:
-    settings = {name: v for name, v in vars(entry).items() if not isinstance(v, Tensor)}
-    return type(entry), Comparison().of(settings)

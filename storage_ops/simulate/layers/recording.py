@@ -33,7 +33,7 @@ from storage_ops.simulate.layers.graph_ends import (
     reads_history,
     run_backward,
 )
-from storage_ops.simulate.layers.key_value_caches import CacheOfOneLayer
+from storage_ops.simulate.layers.key_value_caches import StandIns
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import SIMPLE, NotComparable
 
@@ -196,7 +196,7 @@ class Recording:
 
 def record(
     simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Args,
-    kwargs: Kwargs, caches: list[CacheOfOneLayer], accumulate: bool,
+    kwargs: Kwargs, caches: StandIns, accumulate: bool,
 ) -> Recording:  # fmt: skip
     """Run a call separately and record its effect on the ledger.
 
@@ -237,7 +237,7 @@ class _Recorder:
         self._left: list[list[tuple[int, View | None]]] = []  # gradients of inputs, by part
 
     def run(
-        self, call: Callable[..., Any], args: Args, kwargs: Kwargs, caches: list[CacheOfOneLayer]
+        self, call: Callable[..., Any], args: Args, kwargs: Kwargs, caches: StandIns
     ) -> Recording:
         """Run the call and record its effect."""
         events = self._side.events
