@@ -6,6 +6,7 @@ from torch import nn
 
 import storage_ops as so
 from storage_ops.simulate import step as steps
+from storage_ops.simulate.layers import replay
 
 
 class Two(nn.Module):
@@ -43,6 +44,28 @@ class Early(nn.Module):
         return own + self.of_input(memory)
 
 
+class Pair(nn.Sequential):
+    """Ends with a module that gets the gradient of its result."""
+
+    def __init__(self):
+        parts = (nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(2))
+        super().__init__(*parts)
+
+
+class Joint(nn.Module):
+    """Has two streams, both of which read one condition twice, as blocks of diffusion models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.own, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, y, condition):
+        scale, shift = self.scale(condition.sigmoid()), self.shift(condition.tanh())
+        both = self.own(x * scale) + self.other(y + shift)
+        return x + both.tanh(), y + (both * shift).sigmoid()
+
+
 class Net(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -74,6 +97,23 @@ class Chain(Net):
         return x.square().mean()
 
 
+class Conditioned(Net):
+    def forward(self, x):
+        condition, y = self.first(x), self.first(x).exp()
+        for layer in self.layers:
+            x, y = layer(x, y, condition)
+        return (x * y).square().mean()
+
+
+class Transposed(Net):
+    """Gives the last layer a gradient with other strides than the other layers get."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return (x.t().contiguous() ** 2).mean()
+
+
 class Memory(Net):
     """Uses one tensor in each layer, which gets their gradients."""
 
@@ -100,8 +140,15 @@ MODELS = {
     "used once": lambda: UsedOnce(Two),
     "transposed": lambda: Chain(Mixing),
     "early": lambda: Memory(Early),
+    "conditioned": lambda: Conditioned(Joint),
+    "other strides": lambda: Transposed(Pair),
     "decoder": Decoder,
 }
+# Layers whose gradients leave at several moments, or of which one gets another gradient.
+LAYERS = {
+    "early": Early, "conditioned": Joint, "decoder": nn.TransformerDecoderLayer,
+    "other strides": Pair,
+}  # fmt: skip
 
 
 def shape(name):
@@ -126,3 +173,26 @@ def test_their_peaks_are_those_of_real_steps(name):
         model(x).backward()
     before = sum(p.nbytes for p in model.parameters()) + x.nbytes
     assert abs(peak - before - m.peak_bytes) <= 1e-3 * peak
+
+
+@pytest.mark.parametrize(("name", "layer"), LAYERS.items())
+def test_layers_are_simulated_once(name, layer, monkeypatch):
+    runs, plain = [], replay.Replay
+
+    class Noted(plain):
+        def __init__(self, simulation, recording, module, *rest):
+            runs[-1].append(module)
+            super().__init__(simulation, recording, module, *rest)
+
+    def simulated(*args):
+        runs.append([])
+        return simulate(*args)
+
+    simulate = steps._simulate
+    monkeypatch.setattr(steps, "_simulate", simulated)
+    monkeypatch.setattr(replay, "Replay", Noted)
+    model = MODELS[name]()
+    so.memory.simulate_step(model, torch.randn(shape(name)))
+    layers = [m for m in model.modules() if type(m) is layer]
+    first = 1 if name in ("conditioned", "other strides") else 0
+    assert len(layers) - first <= sum(m in layers for m in runs[-1])

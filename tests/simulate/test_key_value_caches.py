@@ -31,6 +31,25 @@ def windowed():
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, **WINDOW))
 
 
+def t5():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 4, "num_heads": 4}
+    config = transformers.T5Config(**sizes, vocab_size=64, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def whisper():
+    sizes = {
+        f"{part}_{name}": n
+        for part in ("encoder", "decoder")
+        for name, n in {"layers": 4, "attention_heads": 4, "ffn_dim": 64}.items()
+    }
+    config = transformers.WhisperConfig(
+        **sizes, d_model=32, vocab_size=64, num_mel_bins=8, max_source_positions=24,
+        decoder_start_token_id=1, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config)
+
+
 def replayed_layers(*args, **kwargs):
     """Compare a simulation with and without replays. Return how many whole layers are replayed."""
     modules, plain = [], replay_cache.replayed
@@ -42,7 +61,7 @@ def replayed_layers(*args, **kwargs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay_cache, "replayed", noted)
         replays_of(*args, **kwargs)
-    return sum(name.endswith(("Block", "DecoderLayer")) for name in modules)
+    return sum(name.endswith(("Block", "EncoderLayer", "DecoderLayer")) for name in modules)
 
 
 def ids():
@@ -55,6 +74,41 @@ def test_replays_store_keys_and_values_as_layers_do(make, device):
     model, x = make().train(), ids()
     assert model.config.use_cache
     assert replayed_layers(model, {"input_ids": x, "labels": x}, device=device) == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("make", [t5, whisper])
+def test_layers_of_encoders_and_decoders_are_replayed(make, device):
+    # The first layers of T5 compute a bias of positions. Results of Whisper's encoder are permuted.
+    model, x = make().train(), ids()
+    assert model.config.use_cache
+    batch = {"input_ids": x} if make is t5 else {"input_features": torch.randn(2, 8, 48)}
+    replayed = replayed_layers(model, {**batch, "labels": x}, device=device)
+    assert replayed >= (6 if make is t5 else 4)
+
+
+def test_a_cache_of_an_encoder_is_empty_after_a_simulation():
+    model, x = t5().train(), ids()
+    cache = transformers.EncoderDecoderCache(*(transformers.DynamicCache() for _ in range(2)))
+    batch = {"input_ids": x, "labels": x, "past_key_values": cache}
+    assert replayed_layers(model, batch) >= 6
+    assert not cache.is_updated and not cache.self_attention_cache.layers
+    assert replayed_layers(Through(model), x) >= 6
+
+
+class Through(torch.nn.Module):
+    """Trains through the keys of the encoder's tokens that a T5 leaves in its cache."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        output = self.model(input_ids=x, labels=x)
+        cache = output.past_key_values
+        assert cache.is_updated == dict.fromkeys(range(4), True)
+        layers = (*cache.cross_attention_cache.layers, *cache.self_attention_cache.layers)
+        return output.loss + sum(entry.values.square().mean() for entry in layers)
 
 
 class Kept(torch.nn.Module):
