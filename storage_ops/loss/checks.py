@@ -180,9 +180,9 @@ def check_arguments(
         ("accumulate_into", accumulate_into, tuple(linear_weight.shape)),
     )
     if linear_weight.dtype != input.dtype:
-        rule = (
-            f"{input.dtype}, as input is. Convert one of them, or call the loss in torch.autocast"
-        )
+        rule = f"{input.dtype}, as input is. Convert one of them"
+        if torch.float64 not in (input.dtype, linear_weight.dtype):
+            rule += ", or call the loss in torch.autocast"
         raise wrong(TypeError, "linear_weight is", linear_weight.dtype, rule)
     wide = arithmetic(input.dtype)
     if linear_bias is not None and linear_bias.dtype not in (input.dtype, wide):

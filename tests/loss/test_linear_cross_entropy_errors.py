@@ -232,6 +232,18 @@ def test_target_out_of_range(wrong, kernel, monkeypatch):
             )
 
 
+@pytest.mark.parametrize("name", ["linear_weight", "linear_bias"])
+def test_autocast_casts_no_float64(name):
+    """`F.linear` refuses it too."""
+    call = arguments(linear_bias=torch.randn(11))
+    call[name] = call[name].double()
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(TypeError, match=f"`{name}` is torch.float64. Expected torch.bfloat16"):
+            so.linear_cross_entropy(**call)
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.linear(call["input"], call["linear_weight"], call["linear_bias"])
+
+
 def test_integer_inputs_are_refused_under_autocast():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="`input` is torch"):
         so.linear_cross_entropy(**arguments(input=torch.ones(5, 8).long()))
