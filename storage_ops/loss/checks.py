@@ -94,8 +94,12 @@ def check_layout(op: str, name: str, t: Tensor) -> None:
 
 
 def class_indices(t: Tensor) -> Tensor:
-    """Convert class indices of uint8, which `F.cross_entropy` also takes, to int64 for kernels."""
-    return t.to(torch.int64) if t.dtype == torch.uint8 else t
+    """Return class indices as int64, and any other tensor unchanged.
+
+    Kernels take no uint8, which `F.cross_entropy` takes. Comparing int32 with an ignore_index of
+    more bits would wrap around.
+    """
+    return t.to(torch.int64) if t.dtype in INDICES else t
 
 
 def check_torch_options(options: object) -> None:

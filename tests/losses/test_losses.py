@@ -303,6 +303,25 @@ def test_numbers_of_numpy(name, option):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "orpo", "grpo", "kd"])
+def test_int32_targets_with_an_ignore_index_of_more_bits(name):
+    """A comparison with int32 would ignore a class that has the same lowest 32 bits."""
+    p = Problem("shifted")
+    target = torch.randint(V, p.target.shape)
+    ignored = 2**32 + int(target[0, -1])
+    more = {
+        "grpo": {"advantages": torch.randn(S)},
+        "kd": {"teacher_input": p.ref[0], "teacher_weight": p.ref[1]},
+    }.get(name, {})
+    losses_of_dtypes = [
+        getattr(losses, name)(
+            p.x, p.w, target=target.to(dtype), ignore_index=ignored, shift=True, **more
+        )
+        for dtype in (torch.int32, torch.int64)
+    ]
+    torch.testing.assert_close(*losses_of_dtypes, rtol=0, atol=0)
+
+
 def test_a_bound_of_none_is_no_bound():
     p = Problem("packed")
     for bounds in ([1, 4], [0, 9, 5], [0, 99]):
