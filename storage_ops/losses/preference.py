@@ -291,7 +291,7 @@ def kto(
         return loss
     metrics = {"logps": logps.detach(), "rewards": beta * ratios.detach()}
     for name, values in tuple(metrics.items()):
-        metrics[name + "/chosen"] = (values * good).sum() / good.sum()
-        metrics[name + "/rejected"] = (values * (1 - good)).sum() / (1 - good).sum()
+        for end, judged in (("chosen", desirable), ("rejected", ~desirable)):
+            metrics[f"{name}/{end}"] = torch.where(judged, values, 0).sum() / judged.sum()
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     return loss, metrics | {"kl": z} | ({} if reference is None else {"ref_logps": reference})
