@@ -233,8 +233,9 @@ def linear_cross_entropy(
         The result, or a tuple if `returns` names several. The loss has shape () for "mean" and
         "sum", that of the tokens for "none"; float64 for float64 input, float32 for all others. If
         every token is ignored the mean is nan and the gradients are zero. Under autocast the
-        product runs in the autocast dtype, as F.linear does. A token with a nan or +inf logit, or
-        with no logit above -inf, has a nan loss, as in F.cross_entropy.
+        product runs in the autocast dtype, as F.linear does. Autocast casts no float64. A token
+        with a nan or +inf logit, or with no logit above -inf, has a nan loss, as in
+        F.cross_entropy.
 
         A mean or a sum computes its gradients in the forward, in three matrix products (up to five
         with a small budget). The backward multiplies them by the upstream gradient. This rounds
