@@ -18,7 +18,7 @@ from storage_ops.divergence.checks import (
     check_options,
     check_types,
 )
-from storage_ops.foundation.autocast import autocast_dtype
+from storage_ops.foundation.autocast import autocast_dtype, cast_argument
 from storage_ops.loss.checks import budget_of, class_indices, group_of
 from storage_ops.loss.engine import ranks
 from storage_ops.loss.planning.problem import Reduction
@@ -186,7 +186,7 @@ def linear_kl_div(
     tensors = [input, linear_weight, linear_bias, *frozen[:3]]
     dtype = autocast_dtype(input.device.type)
     if dtype is not None:
-        tensors = [_cast(t, dtype) for t in tensors]
+        tensors = [t if t is None else cast_argument(t, dtype) for t in tensors]
     student, weight, bias, hidden, head, offset = tensors
     assert student is not None and weight is not None
     needs = tuple(
@@ -215,9 +215,3 @@ def linear_kl_div(
     _autograd.refuse_forward_mode(*tensors, token_weight, log_probs)
     loss = op.apply(call)
     return loss * temperature**2 if scale_by_temperature else loss
-
-
-def _cast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a floating-point tensor in autocast's dtype; float64 and integers unchanged."""
-    casts = t is not None and t.is_floating_point() and t.dtype != torch.float64
-    return t.to(dtype) if t is not None and casts else t

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from storage_ops.divergence.call import DivergenceCall
 from storage_ops.loss.call import (
+    LEAST,
     MAX_VALID,
+    MOST,
     REDUCTION,
     TOLERANCE,
     VALID_CLASSES,
@@ -48,7 +50,7 @@ def _is_cap(value: object) -> bool:
 
 
 def _in_range(cap: Any) -> bool:
-    return cap is None or _LEAST <= float(cap) <= 1 / _LEAST
+    return cap is None or _LEAST <= cap <= 1 / _LEAST
 
 
 RULES = (
@@ -58,9 +60,9 @@ RULES = (
     Rule("beta", is_number, "a number", TypeError),
     Rule("beta", lambda beta: 0 <= beta <= 1, "a number from 0 to 1"),
     Rule("temperature", is_number, "a number", TypeError),
-    Rule("temperature", lambda t: 0 < t < float("inf"), "a positive number"),
+    Rule("temperature", lambda t: LEAST <= t <= MOST, f"a number from {LEAST} to {MOST:.0e}"),
     Rule("target_weight", is_number, "a number", TypeError),
-    Rule("target_weight", lambda w: 0 <= w < float("inf"), "a number of at least 0"),
+    Rule("target_weight", lambda w: 0 <= w <= MOST, f"a number from 0 to {MOST:.0e}"),
     Rule("softcap", _is_cap, "a number or None", TypeError),
     Rule("softcap", _in_range, "a positive number or None"),
     Rule("teacher_softcap", _is_cap, "a number or None", TypeError),

@@ -72,8 +72,10 @@ class DivergencePlan:
         """Return the same steps over the classes of a rank, which may be fewer."""
 
         def cut(s: Schedule) -> Schedule:
-            p = replace(s.problem, vocab=classes)
-            return s if p == s.problem else planner.schedule(p, s.strategy, s.rows, s.columns)
+            if classes == s.problem.vocab:
+                return s
+            p = s.problem_of_rank(classes)
+            return planner.schedule(p, s.strategy, s.rows, s.columns)
 
         sliced = None if self.sliced is None else cut(self.sliced)
         return replace(self, whole=cut(self.whole), sliced=sliced)

@@ -117,8 +117,10 @@ class DivergenceRows(RowFunction):
         if self.teacher is not None:
             before = (call.teacher_input, call.teacher_weight, call.teacher_bias)
             for old, new in zip(before, self.teacher, strict=True):
-                if old is not None and new is not None:
-                    size += new.nbytes * (not same_storage(old, new))
+                if old is not None and new is not None and not same_storage(old, new):
+                    # Ranks count the most classes of a rank, so that they choose the same plan.
+                    length = len(new) if old is call.teacher_input else self._head.problem.vocab
+                    size += length * new[:1].numel() * new.element_size()
         if call.target is not None:  # the state twice, targets, losses
             size += count * (2 * STATE_ROWS + 8) * call.wide.itemsize
         if call.ids is not None:  # ids and log-probabilities, the state, and temporaries

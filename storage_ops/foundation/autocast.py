@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _DEVICE_TYPES = "cpu", "cuda"
 
@@ -13,6 +14,11 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def cast_argument(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an argument in autocast's dtype, or unchanged if it is float64 or of integers."""
+    return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
 
 
 def autocast_dtypes() -> tuple[tuple[str, torch.dtype], ...]:

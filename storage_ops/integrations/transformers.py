@@ -30,7 +30,7 @@ from storage_ops.integrations.output_layers import PatchedHead, patched_heads
 from storage_ops.integrations.patch_probe import find_refusal
 from storage_ops.integrations.patched_class import PatchedModel, stop_watching
 from storage_ops.integrations.patched_model import has_patch
-from storage_ops.loss.call import TOLERANCE
+from storage_ops.loss.call import TOLERANCE, is_number
 from storage_ops.loss.checks import budget_of, check_rules
 from storage_ops.optional import check_version
 
@@ -238,7 +238,7 @@ def _inner(model: object) -> Any:
 def _options(
     returns: object,
     token_weights: object,
-    label_smoothing: object,
+    label_smoothing: Any,
     logits: object,
     memory_budget: int | None,
     gradient_tolerance: float,
@@ -249,7 +249,7 @@ def _options(
         raise ValueError(f"patch_causal_lm: `returns` is {returns!r}. Expected some of {RESULTS}.")
     if not isinstance(logits, str) or logits not in LOGITS:
         raise ValueError(f"patch_causal_lm: `logits` is {logits!r}. Expected one of {LOGITS}.")
-    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
+    if not is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
         raise ValueError(
             f"patch_causal_lm: `label_smoothing` is {label_smoothing!r}. Expected a number from 0 "
             "to 1."

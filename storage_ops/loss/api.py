@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from storage_ops._autograd import refuse_forward_mode, transforming
-from storage_ops.foundation.autocast import autocast_dtype
+from storage_ops.foundation.autocast import autocast_dtype, cast_argument
 from storage_ops.loss import op
 from storage_ops.loss.call import (
     RESULTS,
@@ -233,8 +233,9 @@ def linear_cross_entropy(
         The result, or a tuple if `returns` names several. The loss has shape () for "mean" and
         "sum", that of the tokens for "none"; float64 for float64 input, float32 for all others. If
         every token is ignored the mean is nan and the gradients are zero. Under autocast the
-        product runs in the autocast dtype, as F.linear does. A token with a nan or +inf logit, or
-        with no logit above -inf, has a nan loss, as in F.cross_entropy.
+        product runs in the autocast dtype, as F.linear does. Autocast casts no float64. A token
+        with a nan or +inf logit, or with no logit above -inf, has a nan loss, as in
+        F.cross_entropy.
 
         A mean or a sum computes its gradients in the forward, in three matrix products (up to five
         with a small budget). The backward multiplies them by the upstream gradient. This rounds
@@ -297,11 +298,10 @@ def linear_cross_entropy(
     }  # fmt: skip
     if linear_weight.dim() > 2:
         return loss_of_positions(linear_cross_entropy, input, linear_weight, target, **keywords)
-    castable = input.is_floating_point() and input.dtype != torch.float64
     dtype = autocast_dtype(input.device.type)
-    if castable and dtype is not None:
-        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
-        linear_bias = None if linear_bias is None else linear_bias.to(dtype)
+    if dtype is not None:
+        input, linear_weight = cast_argument(input, dtype), cast_argument(linear_weight, dtype)
+        linear_bias = None if linear_bias is None else cast_argument(linear_bias, dtype)
     ignore_index = -100 if ignore_index is None else ignore_index
     process_group = group_of(process_group, OP)
     try:

@@ -12,6 +12,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
@@ -28,6 +29,10 @@ TensorResult = Literal[
     "loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected", "dropped"
 ]
 Result = Literal[TensorResult, "topk"]  # "topk" is a pair of tensors
+
+# Bounds of options that are numbers. The square of each is in the range of float32.
+MOST = 1e18
+LEAST = 1e-18  # of options that must be positive
 
 INPUT_GRADS: tuple[InputGrad, ...] = get_args(InputGrad)
 RESULTS: tuple[Result, ...] = get_args(Result)
@@ -104,9 +109,19 @@ def is_integer(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Return True for a real number, including a symbolic one, but not for a bool or a tensor."""
+    """Return True for a real number that torch takes, including a symbolic one; not for a bool."""
     kinds = (numbers.Real, torch.SymInt, torch.SymFloat)
-    return isinstance(value, kinds) and not isinstance(value, bool)
+    return isinstance(value, kinds) and not isinstance(value, (bool, Fraction))
+
+
+def is_moderate(value: Any) -> bool:
+    """Return True for a number whose square float32 can hold. Not for nan and infinity."""
+    return bool(abs(value) <= MOST)
+
+
+def has_64_bits(value: object) -> bool:
+    """Return False for an int that an op does not take. Symbolic integers have 64 bits."""
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def is_one_of(value: object, names: Sequence[str]) -> bool:
@@ -128,13 +143,15 @@ def true_or_false(option: str) -> Rule:
 REDUCTION = one_of("reduction", REDUCTIONS)
 MAX_VALID = Rule(
     "max_valid",
-    lambda n: n is None or (n >= 0 if is_integer(n) else is_one_of(n, ("sync",))),
-    "None, 'sync' or a count >= 0",
+    lambda n: (
+        n is None or (n >= 0 and has_64_bits(n) if is_integer(n) else is_one_of(n, ("sync",)))
+    ),
+    "None, 'sync' or a count >= 0 of 64 bits",
 )
 VALID_CLASSES = Rule(
     "valid_classes",
-    lambda n: n is None or (isinstance(n, int) and not isinstance(n, bool) and n > 0),
-    "None or a count >= 1",
+    lambda n: n is None or (isinstance(n, int) and is_integer(n) and n > 0 and has_64_bits(n)),
+    "None or a count >= 1 of 64 bits",
 )
 
 TOLERANCE = (
@@ -142,6 +159,7 @@ TOLERANCE = (
     Rule("gradient_tolerance", lambda share: 0 <= share < 1, "a probability from 0 to below 1"),
 )
 
+MODERATE = f"a number from {-MOST:.0e} to {MOST:.0e}"
 _NO_TENSOR = "a number, because it gets no gradient. Multiply the input by a learned scale"
 _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 
@@ -150,8 +168,10 @@ RULES = (
     Rule("label_smoothing", is_number, "a number", TypeError),
     Rule("label_smoothing", lambda e: 0 <= e <= 1, "a number from 0 to 1"),
     Rule("z_loss", is_number, "a number", TypeError),
+    Rule("z_loss", is_moderate, MODERATE),
     Rule("softcap", lambda cap: cap is None or is_number(cap), "a number", TypeError),
     Rule("logit_scale", is_number, "a number", TypeError),
+    Rule("logit_scale", is_moderate, MODERATE),
     REDUCTION,
     Rule(
         "shift",
@@ -159,7 +179,7 @@ RULES = (
         "True, False or a number of tokens",
         TypeError,
     ),
-    Rule("shift", lambda k: k >= 0, "a number of tokens >= 0"),
+    Rule("shift", lambda k: k >= 0 and has_64_bits(k), "a number of tokens >= 0 of 64 bits"),
     MAX_VALID,
     VALID_CLASSES,
     *TOLERANCE,

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops.loss.call import RULES, Result, Rule, arithmetic, is_integer, is_number
+from storage_ops.loss.call import (
+    MODERATE,
+    RULES,
+    Result,
+    Rule,
+    arithmetic,
+    has_64_bits,
+    is_integer,
+    is_moderate,
+    is_number,
+)
 from storage_ops.loss.engine.ranks import is_group
 from storage_ops.quantities import parse_bytes
 
@@ -94,8 +104,12 @@ def check_layout(op: str, name: str, t: Tensor) -> None:
 
 
 def class_indices(t: Tensor) -> Tensor:
-    """Convert class indices of uint8, which `F.cross_entropy` also takes, to int64 for kernels."""
-    return t.to(torch.int64) if t.dtype == torch.uint8 else t
+    """Return class indices as int64, and any other tensor unchanged.
+
+    Kernels take no uint8, which `F.cross_entropy` takes. Comparing int32 with an ignore_index of
+    more bits would wrap around.
+    """
+    return t.to(torch.int64) if t.dtype in INDICES else t
 
 
 def check_torch_options(options: object) -> None:
@@ -108,7 +122,8 @@ def check_torch_options(options: object) -> None:
 
 def budget_of(memory_budget: Any, op: str) -> Any:
     """Return a memory_budget as a number for the op's schema. Symbols and None stay unchanged."""
-    if memory_budget is not None and not is_integer(memory_budget):
+    fits = is_integer(memory_budget) and has_64_bits(memory_budget)
+    if memory_budget is not None and not fits:
         memory_budget = parse_bytes(memory_budget, f"{op}: `memory_budget`")
     if isinstance(memory_budget, int):
         memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
@@ -180,9 +195,9 @@ def check_arguments(
         ("accumulate_into", accumulate_into, tuple(linear_weight.shape)),
     )
     if linear_weight.dtype != input.dtype:
-        rule = (
-            f"{input.dtype}, as input is. Convert one of them, or call the loss in torch.autocast"
-        )
+        rule = f"{input.dtype}, as input is. Convert one of them"
+        if torch.float64 not in (input.dtype, linear_weight.dtype):
+            rule += ", or call the loss in torch.autocast"
         raise wrong(TypeError, "linear_weight is", linear_weight.dtype, rule)
     wide = arithmetic(input.dtype)
     if linear_bias is not None and linear_bias.dtype not in (input.dtype, wide):
@@ -231,7 +246,7 @@ def check_ignore_index(ignore_index: int) -> None:
     """Raise a TypeError or ValueError unless a target may have this value."""
     if not is_integer(ignore_index):
         raise wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
-    if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
+    if not has_64_bits(ignore_index):
         raise wrong(ValueError, "ignore_index is", ignore_index, "a value in the range of int64")
 
 
@@ -283,6 +298,8 @@ def check_divisor(divisor: float | Tensor, reduction: str) -> None:
     if not isinstance(divisor, Tensor):
         if not is_number(divisor):
             raise wrong(TypeError, "divisor is", repr(divisor), "a number, or a tensor")
+        if not is_moderate(divisor):
+            raise wrong(ValueError, "divisor is", repr(divisor), MODERATE)
         return
     if divisor.dim() or divisor.is_complex():
         dtype_and_shape = f"of {divisor.dtype} has shape {tuple(divisor.shape)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -260,7 +259,10 @@ def _schedule(head: Head, tile: Tensor | None, parked: Tensor | None) -> Schedul
             key = planner.resumed(p, (tile.shape[0], tile.shape[1]), budget, rates)
         else:
             key = planner.choose(p, budget, rates).key
-    return planner.schedule_of(replace(p, vocab=len(head.weight)), key)
+    schedule, classes = planner.schedule_of(p, key), len(head.weight)
+    if classes == p.vocab:
+        return schedule
+    return planner.schedule_of(schedule.problem_of_rank(classes), key)
 
 
 def target_gradient(run: CrossEntropyRun) -> Tensor:

@@ -150,8 +150,9 @@ def nll_of_chosen(scored: Scored) -> Tensor:
     if scored.second is not None and scored.second_mask is not None:
         logps, mask = scored.second, scored.second_mask
     first = torch.arange(scored.sequences, device=logps.device) < scored.sequences // 2
-    kept = (mask & scored.per_token(first)).to(logps.dtype)
-    return -(logps * kept).sum() / kept.sum()
+    kept = mask & scored.per_token(first)
+    # A product would have the gradient 0 * inf if no token is counted.
+    return -torch.where(kept, logps, 0).sum() / kept.sum()
 
 
 def metrics_of_pairs(

@@ -22,7 +22,6 @@ from storage_ops.losses.options import (
     typed_as,
 )
 from storage_ops.losses.sequences import (
-    TINY,
     Scored,
     check_choice,
     check_number,
@@ -191,13 +190,13 @@ def grpo(
     check_range("grpo", "clip_low", clip_low, 0)
     clip_high = clip_low if clip_high is None else clip_high
     check_range("grpo", "clip_high", clip_high, 0)
-    check_range("grpo", "sapo_temperature_pos", sapo_temperature_pos, TINY)
-    check_range("grpo", "sapo_temperature_neg", sapo_temperature_neg, TINY)
-    check_range("grpo", "temperature", temperature, TINY)
+    check_range("grpo", "sapo_temperature_pos", sapo_temperature_pos)
+    check_range("grpo", "sapo_temperature_neg", sapo_temperature_neg)
+    check_range("grpo", "temperature", temperature)
     check_number("grpo", "kl_weight", kl_weight)
     check_number("grpo", "entropy_weight", entropy_weight)
     if delta is not None:
-        check_range("grpo", "delta", delta, TINY)
+        check_range("grpo", "delta", delta)
         if loss_type != "grpo":
             raise wrong("grpo", ValueError, "delta is", delta, f"None with loss_type={loss_type!r}")
     if num_items_in_batch is not None:

@@ -18,12 +18,12 @@ from storage_ops.losses.pairs import (
     nll_of_chosen,
 )
 from storage_ops.losses.sequences import (
-    TINY,
     check_choice,
     check_flag,
     check_number,
     check_range,
     check_returns,
+    check_smoothing,
     check_tensor,
     check_values,
     reference_logps,
@@ -158,9 +158,9 @@ def dpo(
     check_choice("dpo", "loss_type", loss_type, LOSS_TYPES)
     check_flag("dpo", "length_normalize", length_normalize)
     check_returns("dpo", return_logps, return_metrics)
-    check_range("dpo", "beta", beta, TINY)
-    check_range("dpo", "label_smoothing", label_smoothing, 0, 0.5)
-    check_range("dpo", "discopop_tau", discopop_tau, TINY)
+    check_range("dpo", "beta", beta)
+    check_smoothing("dpo", label_smoothing)
+    check_range("dpo", "discopop_tau", discopop_tau)
     check_range("dpo", "rpo_alpha", rpo_alpha, 0)
     if label_smoothing and loss_type not in SMOOTHED:
         rule = f"0 with loss_type={loss_type!r}"
@@ -265,7 +265,7 @@ def kto(
         ... )
         >>> loss.backward()
     """
-    check_range("kto", "beta", beta, TINY)
+    check_range("kto", "beta", beta)
     check_range("kto", "desirable_weight", desirable_weight, 0)
     check_range("kto", "undesirable_weight", undesirable_weight, 0)
     check_tensor("kto", "desirable", desirable)
@@ -291,7 +291,7 @@ def kto(
         return loss
     metrics = {"logps": logps.detach(), "rewards": beta * ratios.detach()}
     for name, values in tuple(metrics.items()):
-        metrics[name + "/chosen"] = (values * good).sum() / good.sum()
-        metrics[name + "/rejected"] = (values * (1 - good)).sum() / (1 - good).sum()
+        for end, judged in (("chosen", desirable), ("rejected", ~desirable)):
+            metrics[f"{name}/{end}"] = torch.where(judged, values, 0).sum() / judged.sum()
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     return loss, metrics | {"kl": z} | ({} if reference is None else {"ref_logps": reference})

@@ -15,12 +15,12 @@ from storage_ops.losses.options import ContrastiveOptions, MarginOptions, OddsOp
 from storage_ops.losses.pairs import halves, metrics_of_pairs, nll_of_chosen, smoothed
 from storage_ops.losses.sequences import (
     IGNORED,
-    TINY,
     check_flag,
     check_indices,
     check_number,
     check_range,
     check_returns,
+    check_smoothing,
     check_values,
     score,
     separated,
@@ -149,9 +149,9 @@ def simpo(
         >>> loss = storage_ops.losses.simpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
         >>> loss.backward()
     """
-    check_range("simpo", "beta", beta, TINY)
+    check_range("simpo", "beta", beta)
     check_number("simpo", "gamma", gamma)
-    check_range("simpo", "label_smoothing", label_smoothing, 0, 0.5)
+    check_smoothing("simpo", label_smoothing)
     check_returns("simpo", False, return_metrics)
     scored = score("simpo", input, linear_weight, target, **options)
     logps = scored.per_sequence(scored.logps)
@@ -212,9 +212,9 @@ def cpo(
         >>> loss = storage_ops.losses.cpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
         >>> loss.backward()
     """
-    check_range("cpo", "beta", beta, TINY)
+    check_range("cpo", "beta", beta)
     check_range("cpo", "alpha", alpha, 0)
-    check_range("cpo", "label_smoothing", label_smoothing, 0, 0.5)
+    check_smoothing("cpo", label_smoothing)
     check_flag("cpo", "length_normalize", length_normalize)
     check_returns("cpo", False, return_metrics)
     scored = score("cpo", input, linear_weight, target, **options)

@@ -10,7 +10,18 @@ from torch import Tensor
 
 from storage_ops.loss import checks
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.loss.call import Result, count_of, is_integer, is_number, is_one_of
+from storage_ops.loss.call import (
+    LEAST,
+    MODERATE,
+    MOST,
+    Result,
+    count_of,
+    has_64_bits,
+    is_integer,
+    is_moderate,
+    is_number,
+    is_one_of,
+)
 from storage_ops.loss.checks import INDICES, check_head, class_indices
 
 IGNORED = -100
@@ -84,23 +95,23 @@ def check_flag(loss: str, argument: str, value: Any) -> None:
 
 
 def check_number(loss: str, argument: str, value: Any) -> None:
-    """Raise a ValueError unless a value is a finite number."""
-    if not is_number(value) or not abs(value) < float("inf"):
-        raise wrong(loss, ValueError, f"{argument} is", repr(value), "a finite number")
+    """Raise a ValueError unless a value is a number whose size is moderate."""
+    if not is_number(value) or not is_moderate(value):
+        raise wrong(loss, ValueError, f"{argument} is", repr(value), MODERATE)
 
 
-TINY = 1e-30  # the least value of an option that must be positive
-
-
-def check_range(
-    loss: str, argument: str, value: Any, low: float, high: float = float("inf")
-) -> None:
-    """Raise a ValueError unless a number is in a range that includes `low` and excludes `high`."""
-    if not is_number(value) or not low <= value < high:
-        rule = "a positive number" if low == TINY else f"a finite number of at least {low}"
-        if high < float("inf"):
-            rule = f"a number from {low} to below {high}"
+def check_range(loss: str, argument: str, value: Any, low: float = LEAST) -> None:
+    """Raise a ValueError unless a value is a number of at least `low`, and not too large."""
+    if not is_number(value) or not low <= value <= MOST:
+        rule = f"a number from {low} to {MOST:.0e}"
         raise wrong(loss, ValueError, f"{argument} is", repr(value), rule)
+
+
+def check_smoothing(loss: str, label_smoothing: Any) -> None:
+    """Raise a ValueError unless a value is a share of wrong labels, less than half of them."""
+    if not is_number(label_smoothing) or not 0 <= label_smoothing < 0.5:
+        rule = "a number from 0 to below 0.5"
+        raise wrong(loss, ValueError, "label_smoothing is", repr(label_smoothing), rule)
 
 
 def score(
@@ -172,6 +183,8 @@ def separated(
     check_tensor(loss, "target", target)
     if not is_integer(ignore_index):
         raise wrong(loss, TypeError, "ignore_index is", repr(ignore_index), "an integer")
+    if not has_64_bits(ignore_index):
+        raise wrong(loss, ValueError, "ignore_index is", ignore_index, "an integer of 64 bits")
     if not isinstance(shift, int) or shift not in (0, 1):
         raise wrong(loss, TypeError, "shift is", repr(shift), "True or False")
     target = class_indices(target)

@@ -166,6 +166,7 @@ def test_compile_checkpoint_and_transforms(reduction):
         refused(ValueError, "`target_weight` is -1.0", target_weight=-1.0),
         refused(TypeError, "`target_weight` is a tensor", target_weight=torch.ones(())),
         refused(ValueError, "`target_weight` is nan", target_weight=float("nan")),
+        refused(ValueError, "`target_weight` is 1e+39", target_weight=1e39),
     ],
 )
 def test_errors(change, kind, message):

@@ -150,6 +150,7 @@ def test_copies_keep_options_and_unknown_options_are_refused(batch):
         ({"returns": "nll"}, "`returns` is 'nll'. Expected some of"),
         ({"logits": True}, "`logits` is True. Expected one of .'eval'"),
         ({"label_smoothing": 2}, "`label_smoothing` is 2. Expected a number"),
+        ({"label_smoothing": True}, "`label_smoothing` is True. Expected a number"),
     ):
         with pytest.raises(ValueError, match=message):
             storage_ops.patch_causal_lm(model, **options)

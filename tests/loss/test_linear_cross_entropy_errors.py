@@ -1,7 +1,9 @@
 """Wrong arguments, targets out of range, and unsupported derivatives are errors."""
 
 import functools
+import math
 import types
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -116,6 +118,19 @@ def arguments(**changes):
             reduction="sum",
         ),
         refused(ValueError, "Expected a value in the range of int64", ignore_index=2**63),
+        refused(ValueError, "Expected None, 'sync' or a count >= 0 of 64 bits", max_valid=2**63),
+        refused(ValueError, "Expected None or a count >= 1 of 64 bits", valid_classes=2**63),
+        refused(ValueError, "Expected a number of tokens >= 0 of 64 bits", shift=2**63),
+        refused(ValueError, "Expected a number of bytes, 0 or more", memory_budget=-(2**63) - 1),
+        refused(ValueError, "`z_loss` is nan. Expected a number from -1e", z_loss=math.nan),
+        refused(ValueError, "`z_loss` is -inf. Expected a number from -1e", z_loss=-math.inf),
+        refused(ValueError, "`z_loss` is 100.* Expected a number from -1e", z_loss=10**400),
+        refused(ValueError, "`logit_scale` is nan. Expected a number", logit_scale=math.nan),
+        refused(ValueError, "`logit_scale` is 1e[+]39. Expected a number", logit_scale=1e39),
+        refused(ValueError, "`softcap` is nan. Expected None or a p", softcap=math.nan),
+        refused(TypeError, "Fraction.* Expected a number", z_loss=Fraction(1, 2)),
+        refused(ValueError, "`divisor` is inf. Expected", divisor=math.inf, reduction="sum"),
+        refused(ValueError, "`divisor` is 1e[+]39. Expected", divisor=1e39, reduction="sum"),
         refused(ValueError, "`returns` is 'loss'. Expected a sequence of some of", returns="loss"),
         refused(ValueError, r"`returns` is \{'loss'\}. Expected a sequence", returns={"loss"}),
         refused(ValueError, r"`returns` is \('los',\). Expected a sequence", returns=("los",)),
@@ -230,6 +245,18 @@ def test_target_out_of_range(wrong, kernel, monkeypatch):
                 0.0,
                 1,
             )
+
+
+@pytest.mark.parametrize("name", ["linear_weight", "linear_bias"])
+def test_autocast_casts_no_float64(name):
+    """`F.linear` refuses it too."""
+    call = arguments(linear_bias=torch.randn(11))
+    call[name] = call[name].double()
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(TypeError, match=f"`{name}` is torch.float64. Expected torch.bfloat16"):
+            so.linear_cross_entropy(**call)
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.linear(call["input"], call["linear_weight"], call["linear_bias"])
 
 
 def test_integer_inputs_are_refused_under_autocast():

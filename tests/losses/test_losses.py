@@ -1,6 +1,7 @@
 """Every loss agrees with its paper's formula, computed sequence by sequence."""
 
 import functools
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -184,6 +185,9 @@ SCALED = ("dpo", "cpo", "kto")
     [
         refused(ValueError, "`loss_type` is 'exo'", "dpo", loss_type="exo"),
         refused(ValueError, "`beta` is 0", "dpo", beta=0),
+        refused(ValueError, "`beta` is 1e+39", "dpo", beta=1e39),
+        refused(ValueError, "`beta` is Fraction(1, 2)", "dpo", beta=Fraction(1, 2)),
+        refused(ValueError, "`rpo_alpha` is 1180591620717411303424", "dpo", rpo_alpha=2**70),
         refused(ValueError, "`label_smoothing` is 0.5", "dpo", label_smoothing=0.5),
         refused(
             ValueError, "`label_smoothing` is 0.1", "dpo", label_smoothing=0.1, loss_type="ipo"
@@ -237,6 +241,7 @@ SCALED = ("dpo", "cpo", "kto")
         refused(TypeError, "`old_logps` is a list", "grpo", old_logps=[1.0]),
         refused(ValueError, "`entropy_weight` is 'x'", "grpo", entropy_weight="x"),
         refused(ValueError, "`kl_weight` is nan", "grpo", kl_weight=float("nan")),
+        refused(ValueError, "`clip_low` is 1e+39", "grpo", clip_low=1e39),
         refused(ValueError, "`max_length` is 1.5", "grpo", max_length=1.5),
         refused(ValueError, "`loss_type` is 'dapo'", "grpo", loss_type="dapo"),
         refused(ValueError, "`delta` is 0.0", "grpo", delta=0.0),
@@ -265,6 +270,7 @@ SCALED = ("dpo", "cpo", "kto")
         ),
         refused(TypeError, "`target` is a NoneType", "kd", target=None),
         refused(TypeError, "`ignore_index` is 1.0", "kd", ignore_index=1.0),
+        refused(ValueError, "`ignore_index` is 9223", "kd", ignore_index=2**63),
         refused(ValueError, "`alpha` is 2", "kd", alpha=2),
         refused(TypeError, "`reduction` is given", "kd", reduction="sum"),
         refused(TypeError, "`returns` is given", "sft", returns=("loss",)),
@@ -301,6 +307,25 @@ def test_numbers_of_numpy(name, option):
     call = functools.partial(getattr(losses, name), p.x, p.w, p.target, shift=True, **more)
     results = [call(**{option: value}) for value in (np.float32(0.25), 0.25)]
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "orpo", "grpo", "kd"])
+def test_int32_targets_with_an_ignore_index_of_more_bits(name):
+    """A comparison with int32 would ignore a class that has the same lowest 32 bits."""
+    p = Problem("shifted")
+    target = torch.randint(V, p.target.shape)
+    ignored = 2**32 + int(target[0, -1])
+    more = {
+        "grpo": {"advantages": torch.randn(S)},
+        "kd": {"teacher_input": p.ref[0], "teacher_weight": p.ref[1]},
+    }.get(name, {})
+    losses_of_dtypes = [
+        getattr(losses, name)(
+            p.x, p.w, target=target.to(dtype), ignore_index=ignored, shift=True, **more
+        )
+        for dtype in (torch.int32, torch.int64)
+    ]
+    torch.testing.assert_close(*losses_of_dtypes, rtol=0, atol=0)
 
 
 def test_a_bound_of_none_is_no_bound():

@@ -1,12 +1,14 @@
 """Every `loss_type` of pairs agrees with its paper's formula in float64."""
 
+import functools
+
 import pytest
 import torch
 
 from storage_ops import losses
 from storage_ops.losses import pairs
 from storage_ops.losses.options import LOSS_TYPES
-from tests.losses.problem import FORMS, Problem, compare, log_sigmoid, smoothed
+from tests.losses.problem import FORMS, Problem, S, V, compare, log_sigmoid, smoothed
 
 
 def sigmoid(x):
@@ -85,3 +87,37 @@ def test_far_margins_of_every_loss_of_pairs_are_finite():
         loss = formula(margins)
         assert loss.isfinite().all(), loss_type
         assert torch.autograd.grad(loss.sum(), w)[0].isfinite().all(), loss_type
+
+
+@pytest.mark.parametrize("name, option", [("dpo", "rpo_alpha"), ("cpo", "alpha")])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_nll_is_of_chosen_completions_only(form, name, option):
+    p = Problem(form)
+    call = functools.partial(getattr(losses, name), p.x, p.w, **p.options)
+    # No chosen completion has tokens. The nll is nan, as a mean of nothing is, without a gradient.
+    empty = p.target.clone()
+    for row, span in p.parts[: S // 2]:
+        empty.view(-1, empty.shape[-1])[row, span] = -100
+    loss = call(empty, **{option: 1.0})
+    assert loss.isnan()
+    grads = [torch.autograd.grad(x, p.leaves) for x in (loss, call(empty, **{option: 0.0}))]
+    torch.testing.assert_close(*grads)
+    # A rejected completion has a token of probability 0.
+    row, span = p.parts[-1]
+    impossible = int(p.target.view(-1, p.target.shape[-1])[row, span].max())
+    target = torch.where(p.target == impossible, (impossible + 1) % V, p.target)
+    target.view(-1, target.shape[-1])[row, span.stop - 1 if p.packed else 2] = impossible
+    p.options["linear_bias"] = p.b.detach().index_fill(0, torch.tensor(impossible), -torch.inf)
+    call = functools.partial(getattr(losses, name), p.x, p.w, **p.options)
+    loss, metrics = call(target, return_metrics=True, **{option: 1.0})
+    assert metrics["logps"][-1] == -torch.inf
+    assert loss.isfinite() and metrics["nll_loss"].isfinite()
+
+
+def test_an_impossible_completion_is_not_in_the_means_of_the_others():
+    p, judged = Problem("padded"), torch.arange(S) > 0
+    p.options["linear_bias"] = torch.zeros(V).double()
+    p.options["linear_bias"][p.target[0].max()] = -torch.inf
+    p.target[1:][p.target[1:] == p.target[0].max()] = -100
+    _, metrics = losses.kto(p.x, p.w, p.target, judged, return_metrics=True, **p.options)
+    assert metrics["logps/chosen"].isfinite() and metrics["logps/rejected"] == -torch.inf

@@ -10,7 +10,7 @@ from torch import Tensor
 from storage_ops import matmul
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.ranks import Ranks, ranks_of
-from storage_ops.loss.engine.tokens import Tokens, copy_elements, may_count, tokens_of
+from storage_ops.loss.engine.tokens import Tokens, may_count, same_storage, tokens_of
 from storage_ops.loss.planning import cost
 from storage_ops.loss.planning.devices import device_kind, has_row_kernel_for, rates_of
 from storage_ops.loss.planning.problem import Problem
@@ -83,17 +83,29 @@ def bias_dtype(call: Call) -> torch.dtype:
     return torch.promote_types(call.bias.dtype, call.logits_dtype or call.input.dtype)
 
 
+def bytes_of_copy(t: Tensor, dtype: torch.dtype, classes: int) -> int:
+    """Return the bytes of a copy of one number per class, if there must be one."""
+    return 0 if t.dtype == dtype and t.is_contiguous() else classes * dtype.itemsize
+
+
 def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
     """Return the problem that the plan of a call is made for.
 
-    `classes`: the most classes that a rank has.
+    Args:
+        call, tokens: the arguments.
+        classes: the most classes that a rank has. Copies of values per class count with as many
+            classes, so that ranks with fewer classes choose the same plan.
     """
-    x, weight = tokens.x, call.weight
-    copies = sum(t.nbytes for t in (x, weight) if not takes(t))
+    x = tokens.x
+    copies = 0 if takes(x) else x.nbytes
+    copies += 0 if takes(call.weight) else classes * x.shape[1] * x.element_size()
     wide_logits = call.logits_dtype is not None and call.logits_dtype != x.dtype
     if call.bias is not None:
-        dtype = bias_dtype(call)
-        copies += copy_elements(call.bias, dtype) * dtype.itemsize
+        copies += bytes_of_copy(call.bias, bias_dtype(call), classes)
+    if call.class_weight is not None:
+        copies += bytes_of_copy(call.class_weight, arithmetic(x.dtype), classes)
+    if tokens.probabilities and not same_storage(tokens.target, call.target):
+        copies += len(x) * classes * call.target.element_size()
     # Ranks may have different numbers of threads, but must choose the same plan.
     threads = 1 if call.group else torch.get_num_threads()
     smooth_cap = bool(call.label_smoothing and call.softcap)

@@ -30,7 +30,7 @@ class Tokens:
         ignore_index: the target of tokens that are ignored.
         sharded: the dimension of `shape` of which each rank has a part, and the number of ranks.
             Rows are then ordered by rank.
-        copied_bytes: bytes of copies of arguments.
+        copied_bytes: bytes of copies of the input. Ranks have the same number.
     """
 
     x: Tensor
@@ -60,7 +60,7 @@ class Tokens:
     def casts(self) -> bool:
         """Return True if a tile's part of the distributions is copied for the row kernel."""
         q = self.target
-        fits = q.dtype == arithmetic(self.x.dtype) and (q.stride(-1) == 1 or q.shape[-1] < 2)
+        fits = q.dtype == arithmetic(self.x.dtype) and q.stride(-1) == 1
         return self.probabilities and not fits
 
     @property
@@ -172,13 +172,6 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
-def copy_elements(t: Tensor | None, dtype: torch.dtype) -> int:
-    """Return how many elements must be copied to make a tensor contiguous and of this dtype."""
-    if t is None or (t.dtype == dtype and t.is_contiguous()):
-        return 0
-    return t.numel()
-
-
 def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
     """Flatten the arguments. Leave ignored tokens out on a CPU, or if `max_valid` allows it.
 
@@ -207,11 +200,9 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
     if token_weight is not None:
         token_weight = token_weight.to(dtype)
     if class_weight is not None:
-        copied += copy_elements(class_weight, dtype) * dtype.itemsize
         class_weight = class_weight[:classes].to(dtype).contiguous()
     if probabilities:
         flat = target.reshape(total, target.shape[-1])
-        copied += 0 if same_storage(flat, target) else flat.nbytes
         flat = flat[:, :classes]
         if call.shift:
             # Row i has the target of row i + shift. The last rows of each sequence have none.

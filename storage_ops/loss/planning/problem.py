@@ -41,6 +41,8 @@ class Problem:
             theirs.
         alike: whether every rank has as many classes, and so the same steps. Then the state of a
             chunk is merged while the next chunk is multiplied, in a second tile.
+        sums_wide: whether the input's gradient is summed in fp32 on another rank, which has more
+            classes. Ranks add up gradients of one dtype.
         keeps: whether the last tile of the forward may stay until the backward, which begins with
             it.
         multiplied: the share of the classes that gradients are expected to be multiplied with.
@@ -69,6 +71,7 @@ class Problem:
     fixed_bytes: int = 0
     several: bool = False
     alike: bool = True
+    sums_wide: bool = False
     keeps: bool = False
     multiplied: float = 1.0
     selects_late: bool = False

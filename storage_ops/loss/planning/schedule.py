@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from storage_ops.loss.planning.problem import Problem, padded, parts
@@ -218,7 +218,11 @@ class Schedule:
         """Return True if the input's gradient is summed in a wider dtype than is returned."""
         p = self.problem
         parts_of_rows = self.columns < p.vocab or self.strategy == RUNNING_RESCALE
-        return p.grads[0] and p.mixed and parts_of_rows
+        return p.grads[0] and p.mixed and (parts_of_rows or p.sums_wide)
+
+    def problem_of_rank(self, classes: int) -> Problem:
+        """Return the problem of a rank with fewer classes, which sums in the same dtype."""
+        return replace(self.problem, vocab=classes, sums_wide=self.wide_input)
 
     @property
     def wide_weight(self) -> bool:
