@@ -31,6 +31,13 @@ def windowed():
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, **WINDOW))
 
 
+def hybrid():
+    """Return a model whose even layers keep a state of linear attention, and no keys."""
+    sizes = SIZES | {"num_hidden_layers": 4, "num_experts": 2, "mamba_d_state": 4}
+    config = transformers.JambaConfig(**sizes, attn_layer_period=2, attn_layer_offset=1)
+    return transformers.JambaForCausalLM(config)
+
+
 def replayed_layers(*args, **kwargs):
     """Compare a simulation with and without replays. Return how many whole layers are replayed."""
     modules, plain = [], replay_cache.replayed
@@ -55,6 +62,11 @@ def test_replays_store_keys_and_values_as_layers_do(make, device):
     model, x = make().train(), ids()
     assert model.config.use_cache
     assert replayed_layers(model, {"input_ids": x, "labels": x}, device=device) == 4
+
+
+def test_layers_of_linear_attention():
+    x = ids()
+    assert replays_of(hybrid().train(), {"input_ids": x, "labels": x}) > 0
 
 
 class Kept(torch.nn.Module):
