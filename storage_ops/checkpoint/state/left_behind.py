@@ -187,7 +187,7 @@ def remove_left_behind(
         thaw()
     gc.collect(1)  # frees reference cycles of the run
     left = [t for t in gc.get_objects() if type(t) is FakeTensor and is_left(t)]
-    not_removed = [entry for t in left for entry in _remove(t, left, 0)]
+    not_removed = list(_remove(left))
     if _thaws:
         gc.freeze()
     return not_removed
@@ -207,33 +207,41 @@ def run_on_fakes(modules: Iterable[nn.Module], run: Callable[[FakeTensorMode], T
         remove_left_behind(names, lambda t: t.fake_mode is mode(), lambda: mode() is not None)
 
 
-def _remove(removed: object, ignored: object, depth: int) -> Iterator[Left]:
-    """Remove a value from every cache and container of the process. Yield its other holders."""
-    for holder in gc.get_referrers(removed):
-        if holder is ignored or isinstance(holder, (FakeTensor, FrameType, CellType)):
+def _remove(removed: list[Any], depth: int = 0) -> Iterator[Left]:
+    """Remove values from every cache and container of the process. Yield their other holders.
+
+    One search for all values, because each visits all objects of the process. An interrupted step
+    leaves thousands.
+    """
+    ids, tuples = set(map(id, removed)), list[Any]()
+    for holder in gc.get_referrers(*removed):
+        if holder is removed or isinstance(holder, (FakeTensor, FrameType, CellType)):
             continue
         if isinstance(holder, _CACHE):
             holder.cache_clear()
         elif type(holder) in MAPPINGS:
             owner = next((r for r in gc.get_referrers(holder) if attributes_of(r) is holder), None)
             if owner is not None:
-                yield from _attributes_that_are(removed, owner)
+                yield from _attributes_that_are(ids, owner)
                 continue
-            for key in [k for k, value in holder.items() if value is removed or k is removed]:
+            for key in [k for k, value in holder.items() if id(value) in ids or id(k) in ids]:
                 del holder[key]
         elif type(holder) in CONTAINERS:
-            put(holder, [value for value in holder if value is not removed])
+            put(holder, [value for value in holder if id(value) not in ids])
         elif not isinstance(holder, tuple):
-            yield from _attributes_that_are(removed, holder)
-        elif depth < _DEEP:
-            yield from _remove(holder, ignored, depth + 1)
+            yield from _attributes_that_are(ids, holder)
+        else:
+            tuples.append(holder)
+    if tuples and depth < _DEEP:
+        yield from _remove(tuples, depth + 1)
 
 
-def _attributes_that_are(sought: object, owner: object) -> Iterator[Left]:
-    t = next((t for t in tree_leaves(sought) if isinstance(t, FakeTensor)), None)
+def _attributes_that_are(sought: set[int], owner: object) -> Iterator[Left]:
     for name, value in attributes_of(owner).items():
-        if value is sought and t is not None:
-            yield Left(t, f"{type(owner).__name__}, under {name!r}")
+        if id(value) in sought:
+            t = next((t for t in tree_leaves(value) if isinstance(t, FakeTensor)), None)
+            if t is not None:
+                yield Left(t, f"{type(owner).__name__}, under {name!r}")
 
 
 def content_of(cell: CellType) -> Any:
