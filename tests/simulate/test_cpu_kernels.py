@@ -256,6 +256,7 @@ CONVOLUTIONS = {
         lambda: nn.Conv2d(512, 512, 3, padding=1, groups=512),
         (4, 512, 2, 2),
     ),
+    "of channels, causal": (lambda: nn.Conv1d(64, 64, 4, padding=3, groups=64), (4, 64, 128)),
     "of channels, dilated": (lambda: nn.Conv2d(32, 32, 3, dilation=2, groups=32), (4, 32, 32, 32)),
     "transposed to 3 channels": (lambda: nn.ConvTranspose2d(64, 3, 3), (16, 64, 32, 32)),
     "transposed of 3 channels": (lambda: nn.ConvTranspose2d(3, 12, 3), (4, 3, 32, 32)),

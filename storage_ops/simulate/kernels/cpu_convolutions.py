@@ -13,10 +13,12 @@ image as the input of the untransposed one. Observed with torch 2.13 by allocati
 
 Float32 images in channels_last format are read and written without a copy, if the convolution is
 not transposed. Their weights are copied to that format, and from it into blocks. torch copies a
-gradient whose format is not that of the image. Some gradients of weights are computed differently:
-those of groups, and of kernels for each channel that are wider than three elements, dilated, or
-larger than the image. They use a matrix product of columns for contiguous images, and wide blocks
-for channels_last (AVX-512 only).
+gradient whose format is not that of the image. Gradients of some weights use a matrix product of
+columns for contiguous images, and wide blocks for channels_last (AVX-512 only):
+
+* weights of groups that are small or dilated
+* weights of one channel each that are dilated, wider than three elements or than their padding
+  allows, or larger than the image
 
 The buffers of a single thread, and 16-bit convolutions on AVX2, do not count.
 """
@@ -150,23 +152,23 @@ def _is_on_onednn(x: Tensor, weight: Tensor, strides: Sequence[int]) -> bool:
 def _is_product(args: Args) -> bool:
     """Return True if the gradient of a weight is a product of columns, as for a ViT's patches."""
     weight: Tensor = args[2]
-    strides, transposed, groups = args[4], args[7], args[9]
-    if weight.dim() != 4 or weight.dtype != torch.float32 or transposed:
+    strides, dilation, transposed, groups = args[4], *args[6:8], args[9]
+    if weight.dim() > 4 or weight.dtype != torch.float32 or transposed:
         return False
     call = _Call(weight, strides, groups)
     if call.is_of_channels:
         return not _has_own_code(args)
-    if groups > 1:
-        return call.of_weight(transposed).outer == _AS_IT_IS
-    return weight.shape[-1] > _WIDEST
+    whole = groups == 1 or call.of_weight(transposed).outer != _AS_IT_IS
+    return not whole or weight.shape[-1] > _WIDEST or (groups > 1 and max(dilation) > 1)
 
 
 def _has_own_code(args: Args) -> bool:
     """Return True if oneDNN has code for the gradient of kernels of one channel, as in `args`."""
     x, weight, strides, padding, dilation = *args[1:3], *args[4:7]
-    rows = weight.shape[2] + -padding[0] % strides[0]
-    narrow = max(weight.shape[2:]) <= _WIDEST_OF_CHANNEL
-    return narrow and max(dilation) == 1 and x.shape[2] >= rows
+    kernel = weight.shape[2:]
+    narrow = all(n <= _WIDEST_OF_CHANNEL and p <= n // 2 for n, p in zip(kernel, padding))
+    rows = kernel[0] + -padding[0] % strides[0]
+    return narrow and max(dilation) == 1 and (len(kernel) == 1 or x.shape[2] >= rows)
 
 
 def _is_channels_last(image: Tensor, weight: Tensor) -> bool:
