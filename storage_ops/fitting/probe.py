@@ -52,9 +52,7 @@ class Cost:
     casts: int = 0
 
 
-def _ends_of(
-    outputs: list[Tensor], likes: tuple[Like, ...]
-) -> tuple[Tensor | None, Tensor | None]:
+def _ends_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> tuple[Tensor | None, Tensor | None]:
     """Return where the backward starts, and the end of the graphs that it does not run.
 
     Outputs that the loss does not use have no gradients. If only some have, shapes tell them apart.

@@ -166,7 +166,8 @@ def _has_own_code(args: Args) -> bool:
     """Return True if oneDNN has code for the gradient of kernels of one channel, as in `args`."""
     x, weight, strides, padding, dilation = *args[1:3], *args[4:7]
     kernel = weight.shape[2:]
-    narrow = all(n <= _WIDEST_OF_CHANNEL and p <= n // 2 for n, p in zip(kernel, padding))
+    sizes = zip(kernel, padding, strict=False)  # one number of padding can be for all dimensions
+    narrow = all(n <= _WIDEST_OF_CHANNEL and p <= n // 2 for n, p in sizes)
     rows = kernel[0] + -padding[0] % strides[0]
     return narrow and max(dilation) == 1 and (len(kernel) == 1 or x.shape[2] >= rows)
 
