@@ -100,6 +100,14 @@ def exits_later():
 
 def is_interrupted():
     raise KeyboardInterrupt
+
+class Decides(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if y.sum() > 0 else y
+
+def decides():
+    return Decides(WIDTH, WIDTH), torch.empty(512, WIDTH)
 """
 
 
@@ -131,6 +139,13 @@ def test_cuda_without_a_gpu_is_the_default_gpu(file, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     command = ["will-it-fit", "--model", f"{file}:plain"]
     assert answer([*command, "--device", "cuda"], capsys) == answer(command, capsys)
+
+
+def test_an_error_of_the_simulation_names_no_argument_of_python(file, capsys):
+    for command in ("will-it-fit", "fit"):
+        assert main([command, "--model", f"{file}:decides"]) == 2
+        err = capsys.readouterr().err
+        assert "the simulated code needs the values of a tensor" in err and "`" not in err
 
 
 def test_json_is_alone_on_the_standard_output(file, capsys):

@@ -33,7 +33,7 @@ USERS = {
     "Estimate.plot": ("matplotlib", "drawing m.svg", lambda: estimated().plot("m.svg")),
     "StepEstimate.plot": ("matplotlib", "drawing m", lambda: step().plot("m")),
     "from_yaml": ("yaml", "from_yaml", lambda: so.ActivationCheckpointConfig.from_yaml("{}")),
-    "trainer": ("transformers", "trainer_callback", lambda: trainer_callback("fit.json")),
+    "trainer": ("transformers", "trainer_callback", lambda: trainer_callback(__file__)),
     "table": ("rich", "a table", lambda: str(so.checkpoint_report(nn.Linear(2, 2)))),
 }
 
@@ -56,7 +56,7 @@ def test_lightning_has_two_names(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "lightning.pytorch", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"needs lightning, .* pip install lightning$"):
-        lightning_callback("fit.json")
+        lightning_callback(__file__)
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "tokenizers", "transformers"])
@@ -88,7 +88,7 @@ def test_a_version_that_is_too_old_is_named(version, monkeypatch):
     monkeypatch.setattr(transformers, "__version__", version)
     for user, use in (
         ("patch_causal_lm", lambda: so.patch_causal_lm(model)),
-        ("trainer_callback", lambda: trainer_callback("fit.json")),
+        ("trainer_callback", lambda: trainer_callback(__file__)),
     ):
         text = f"{user} needs transformers 4.57 or newer, and {version} is installed. Run: pip"
         with pytest.raises(ImportError, match=f"^{re.escape(text)}"):

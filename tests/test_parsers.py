@@ -3,6 +3,7 @@
 The package runs nothing that it reads. No parser calls eval or loads a pickle.
 """
 
+import copy
 import json
 import math
 import re
@@ -124,6 +125,40 @@ def test_impossible_times_are_no_plan(name, value, plan, tmp_path):
     (tmp_path / "no.json").write_text(json.dumps(plan[1] | {name: value}))
     with pytest.raises(ValueError, match="is not a plan of fit"):
         so.load_fit(tmp_path / "no.json", plan[2])
+
+
+ACTION = {"layer": "0", "mode": "full"}
+WRONG = {
+    "actions": [
+        ("layer", 1), ("mode", 5), ("mode", "tile"), ("saved", "mm"), ("saved", [[1, 2]]),
+        ("saved", [["mm", -1]]), ("offloaded", [["mm", "1"]]), ("discarded", "0"), ("tiled", [1]),
+        ("tiles", "4"), ("memory_budget", -1), ("memory_budget", True), ("patched", "no"),
+    ],
+    "rows": [
+        ("names", []), ("action", 1), ("kept_bytes", 1.5), ("peak_bytes", "1"), ("seconds", "1"),
+    ],
+    "conditions": [
+        ("shapes", {"x": "12"}), ("shapes", {"x": [-1]}), ("autocast", None), ("accumulate", 0),
+        ("optimizer", "no"),
+    ],
+    "plan": [
+        ("peak_bytes", True), ("budget", "1GiB"), ("budget", -1), ("seconds", "1"), ("model", 1),
+        ("step_seconds", True), ("device", None), ("totals", {"none": [-1, 0]}), ("rows", {}),
+        ("is_calibrated", 1), ("fingerprint", [["a", "b"]]), ("actions", {}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "name", "value"), [(p, *f) for p in WRONG for f in WRONG[p]])
+def test_wrong_values_are_no_plan(part, name, value, plan, tmp_path):
+    values = copy.deepcopy(plan[1]) | {"actions": [dict(ACTION)]}
+    (tmp_path / "fit.json").write_text(json.dumps(values))
+    so.load_fit(tmp_path / "fit.json", plan[2])
+    where = values if part == "plan" else values[part]
+    (where[0] if isinstance(where, list) else where)[name] = value
+    (tmp_path / "fit.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="is not a plan of fit"):
+        so.load_fit(tmp_path / "fit.json", plan[2])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", DEEP, '{"format": 1}', "\x00"])

@@ -7,9 +7,9 @@ budget is part of a plan. `probe.py` simulates one layer with an *action* (`acti
 `choices.py` chooses the actions to try, `step.py` has the ledger of both simulations, and
 `roofline.py` the time of ops. `loss_variants.py` combines these numbers, once for each way to
 compute the loss, and `solve.py` finds the fastest plan from them. `search.py` simulates the whole
-step with the plan, and returns it (`plan.py`). A plan holds under some `conditions.py`. `fit.py`
-has the public function. `largest.py` repeats the search for batches of other sizes, or for other
-GPUs.
+step with the plan, and returns it (`plan.py`). A plan holds under some `conditions.py`.
+`entries.py` checks the values of a saved plan. `fit.py` has the public function. `largest.py`
+repeats the search for batches of other sizes, or for other GPUs.
 
 `calibrate.py` measures the times of ops in the steps of small models (`samples.py`), and the host's
 time for actions. `calibration.py` keeps them in a file and finds the one of a device.

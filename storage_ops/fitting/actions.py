@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -16,6 +15,7 @@ from storage_ops.checkpoint.layers.transform import (
     apply_activation_checkpoint,
     remove_activation_checkpoint,
 )
+from storage_ops.fitting.entries import checked, count, texts
 from storage_ops.fitting.heads import CompiledLoss, budgeted, heads_in, patching, restored
 from storage_ops.quantities import readable
 
@@ -24,6 +24,7 @@ ActionName = Literal[
 ]
 NAMES: tuple[ActionName, ...] = get_args(ActionName)
 EXACT, LOSS = NAMES[:4], NAMES[-1]
+_MODES = (*EXACT, LOSS)
 # Shares of the bytes of the logits that the loss may take; None is its own choice.
 _SHARES = (1 / 4, 1 / 16, 1 / 64)
 
@@ -124,16 +125,22 @@ class Action:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Action:
-        """Return an action from the result of `as_dict`."""
+        """Return an action from the result of `as_dict`.
+
+        Another value raises a TypeError, ValueError or KeyError.
+        """
+        mode, budget = values["mode"], values.get("memory_budget")
+        if mode not in _MODES:
+            raise ValueError(f"`mode` is {mode!r}. Expected one of {', '.join(_MODES)}.")
         return Action(
-            values["mode"],
-            _calls(values.get("saved", ())),
-            _calls(values.get("offloaded", ())),
-            tuple(values.get("discarded", ())),
-            tuple(values.get("tiled", ())),
-            int(values.get("tiles", 0)),
-            values.get("memory_budget"),
-            bool(values.get("patched", False)),
+            mode,
+            _calls(values.get("saved", []), "saved"),
+            _calls(values.get("offloaded", []), "offloaded"),
+            texts(values.get("discarded", []), "discarded"),
+            texts(values.get("tiled", []), "tiled"),
+            count(values.get("tiles", 0), "tiles"),
+            budget if budget is None else count(budget, "memory_budget"),
+            checked(values.get("patched", False), "patched", bool),
         )
 
 
@@ -143,8 +150,9 @@ def loss_actions(logits: int, patched: bool = False) -> list[Action]:
     return [Action(LOSS, memory_budget=n, patched=patched) for n in budgets]
 
 
-def _calls(values: Iterable[tuple[Any, Any]]) -> tuple[tuple[str, int], ...]:
-    return tuple((str(op), int(n)) for op, n in values)
+def _calls(value: object, name: str) -> tuple[tuple[str, int], ...]:
+    calls = checked(value, name, list)
+    return tuple((checked(op, name, str), count(number, name)) for op, number in calls)
 
 
 def _counted(calls: tuple[tuple[str, int], ...]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.layers.config_policy import uncompiled
+from storage_ops.fitting.entries import checked, count
 from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ops import Args, Kwargs
 
@@ -64,9 +65,12 @@ class Conditions:
 
         Another value raises a TypeError, ValueError or KeyError.
         """
-        shapes = {str(k): tuple(map(int, shape)) for k, shape in values["shapes"].items()}
-        flags = bool(values["accumulate"]), bool(values["optimizer"])
-        return cls(shapes, str(values["autocast"]), *flags)
+        shapes = {
+            name: tuple(count(size, name) for size in checked(shape, name, list))
+            for name, shape in values["shapes"].items()
+        }
+        flags = (checked(values[name], name, bool) for name in ("accumulate", "optimizer"))
+        return cls(shapes, checked(values["autocast"], "autocast", str), *flags)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from storage_ops._subclass import check_module
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.layers import tile, wrapper
 from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
+from storage_ops.fitting import entries
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.conditions import Conditions
 from storage_ops.fitting.fingerprint import MODE, aspects, hashed
@@ -351,17 +351,24 @@ def load_fit(
                 f"`format` is {values['format']!r}, which another version of storage_ops wrote. "
                 f"Expected {_FORMAT}. Make the plan again with this version."
             )
-        saved = [(str(v["layer"]), v.get("print"), Action.from_dict(v)) for v in values["actions"]]
-        rows = [_row(**row) for row in values["rows"]]
-        totals = {name: (int(peak), _seconds(s)) for name, (peak, s) in values["totals"].items()}
-        peak, budget = int(values["peak_bytes"]), int(values["budget"])
-        seconds, step_seconds = _seconds(values["seconds"]), _seconds(values["step_seconds"])
-        if step_seconds <= 0:
-            raise ValueError(f"`step_seconds` is {step_seconds}. Expected more than 0.")
-        device, known = str(values["device"]), dict(values["fingerprint"])
-        name_of_model = str(values["model"])
+        saved = [
+            (entries.checked(v["layer"], "layer", str), v.get("print"), Action.from_dict(v))
+            for v in entries.checked(values["actions"], "actions", list)
+        ]
+        rows = [_row(**row) for row in entries.checked(values["rows"], "rows", list)]
+        totals = {
+            name: (entries.count(peak, name), entries.seconds(added, name))
+            for name, (peak, added) in values["totals"].items()
+        }
+        peak, budget = (entries.count(values[name], name) for name in ("peak_bytes", "budget"))
+        added, whole = (entries.seconds(values[name], name) for name in ("seconds", "step_seconds"))
+        if whole <= 0:
+            raise ValueError(f"`step_seconds` is {whole}. Expected more than 0.")
+        known = entries.checked(values["fingerprint"], "fingerprint", dict)
+        device = entries.checked(values["device"], "device", str)
+        name_of_model = entries.checked(values["model"], "model", str)
         conditions = Conditions.from_dict(values["conditions"])
-        is_calibrated = bool(values["is_calibrated"])
+        is_calibrated = entries.checked(values["is_calibrated"], "is_calibrated", bool)
     except (
         AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
@@ -389,7 +396,7 @@ def load_fit(
         )
     actions = [(units[name], action) for name, _, action in saved]
     plan = FitPlan(
-        model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds, conditions,
+        model, loss, actions, peak, added, budget, device, rows, totals, whole, conditions,
         is_calibrated,
     )  # fmt: skip
     if _PATCHED in known:  # the model can be patched after this, too
@@ -430,24 +437,18 @@ def _hint_of_mode(differs: str, model: nn.Module) -> str:
 
 
 def _row(
-    names: object,
-    action: object,
-    kept_bytes: str | float,
-    peak_bytes: str | float,
-    seconds: str | float,
+    names: object, action: object, kept_bytes: object, peak_bytes: object, seconds: object
 ) -> Row:
     """Return a row of a file. Raise a TypeError or ValueError if it is not a row."""
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise TypeError(f"`names` is {names!r}. Expected a list of names.")
-    return Row(names, str(action), int(kept_bytes), int(peak_bytes), _seconds(seconds))
-
-
-def _seconds(value: str | float) -> float:
-    """Return a time of a file. Raise a TypeError or ValueError if it is not a finite number."""
-    seconds = float(value)
-    if not math.isfinite(seconds):
-        raise ValueError(f"A time is {value!r}. Expected a finite number of seconds.")
-    return seconds
+    if not (layers := list(entries.texts(names, "names"))):
+        raise ValueError("`names` is []. Expected a list of names.")
+    return Row(
+        layers,
+        entries.checked(action, "action", str),
+        entries.checked(kept_bytes, "kept_bytes", int),  # negative if a layer frees its input
+        entries.checked(peak_bytes, "peak_bytes", int),
+        entries.seconds(seconds, "seconds"),
+    )
 
 
 def _together(names: list[str]) -> str:

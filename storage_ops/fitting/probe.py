@@ -52,16 +52,23 @@ class Cost:
     casts: int = 0
 
 
-def _gradients_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> list[Like | None]:
-    """Return the gradient of each output. If some have none, shapes tell them apart."""
-    left = list(likes)
-    gradients: list[Like | None] = []
+def _ends_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """Return where the backward starts, and the end of the graphs that it does not run.
+
+    Outputs that the loss does not use have no gradients. If only some have, shapes tell them apart.
+    """
+    left, used, unused = list(likes), list[Tensor](), list[Tensor]()
+    gradients: list[Like] = []
     for t in outputs:
         like = next((like for like in left if like.shape == tuple(t.shape)), None)
-        if like is not None:
+        if like is None:
+            unused.append(t)
+        else:
             left.remove(like)
-        gradients.append(like)
-    return gradients
+            gradients.append(like)
+            used.append(t)
+    last = leave(used, lambda: [like.make() for like in gradients]) if used else None
+    return last, leave(unused, list) if unused else None
 
 
 class Probe:
@@ -187,14 +194,9 @@ class Probe:
             output_tensors = [t for t in output_tensors if id(t) not in inputs and t.requires_grad]
             lasting = [tree_leaves(outputs)[i] for i in call.lasting]
             self._lasting = {block for t in lasting for block in simulation.blocks_of(t)}
-            gradients = _gradients_of(output_tensors, call.gradients)
-            last = None
-            if output_tensors:
-                last = leave(
-                    output_tensors, lambda: [None if g is None else g.make() for g in gradients]
-                )
+            last, unused = _ends_of(output_tensors, call.gradients)
             del outputs, output_tensors, lasting, args, kwargs
             marks.append(step_ledger.mark())
             if last is not None:
                 run_backward(last)
-        del others
+        del others, unused

@@ -24,6 +24,11 @@ class _Applied:
                 f"`plan` is a {type(plan).__name__}. Expected what storage_ops.fit returned, or "
                 "the path of a file that it saved."
             )
+        if not isinstance(plan, FitPlan) and not os.path.isfile(plan):
+            raise FileNotFoundError(
+                f"`plan` is {os.fspath(plan)!r}, but there is no such file. Expected the path of a "
+                "file that plan.save() wrote."
+            )
         self._source = plan
         self._plan: FitPlan | None = None
         self._first_batch: FirstBatch | None = None
@@ -106,13 +111,14 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
 
     Raises:
         TypeError: `plan` is neither.
+        FileNotFoundError: there is no such file.
         ImportError: transformers is not installed.
         ValueError: raised when training starts. The plan is for another model, a step exceeds its
             budget, or the TrainingArguments turn on checkpoints of transformers.
 
     Example:
         >>> from storage_ops.integrations import trainer_callback
-        >>> callbacks = [trainer_callback("fit.json")]  # of transformers.Trainer
+        >>> callbacks = [trainer_callback("fit.json")]  # doctest: +SKIP
     """
     applied = _Applied(plan)
     transformers: Any = required("transformers", "trainer_callback")
@@ -180,6 +186,7 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
 
     Raises:
         TypeError: `plan` is neither, or `attribute` is no name.
+        FileNotFoundError: there is no such file.
         ImportError: neither `lightning` nor `pytorch_lightning` is installed.
 
     Example:

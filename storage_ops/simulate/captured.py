@@ -247,7 +247,7 @@ class _NumbersOfStep:
         raise RuntimeError(
             f"estimate: {self._name}.step decides by values how often it calls its closure, and a "
             "simulation has no values. Pass an optimizer that updates from the gradients of one "
-            "backward, or the closure alone as `fn`."
+            "backward, or simulate only the closure."
         )
 
 

@@ -296,10 +296,10 @@ def _nothing_left(simulation: Simulation, captured: Captured) -> Iterator[None]:
     if leftovers:
         first, place = leftovers[0]
         warn_caller(
-            f"estimate: `fn` left {len(leftovers)} simulated tensors behind, one of shape "
-            f"{tuple(first.shape)} in {place}. Reading them after the simulation fails. Store "
-            "tensors only in modules, arguments, named variables of `fn` and caches, which are "
-            "restored."
+            f"estimate: the simulated code left {len(leftovers)} simulated tensors behind, one of "
+            f"shape {tuple(first.shape)} in {place}. Reading them after the simulation fails. "
+            "Store tensors only in modules, arguments, variables that the code names, and caches, "
+            "which are restored."
         )
 
 
@@ -323,14 +323,15 @@ def call_simulated(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
             return fn(*args, **kwargs)
     except UnsupportedOperatorException as error:
         raise RuntimeError(
-            f"estimate: `fn` calls {name_of(error.func)} at {users_line(error.__traceback__)}, "
-            "which has no implementation for fake tensors. Leave that part out of `fn`."
+            f"estimate: the simulated code calls {name_of(error.func)} at "
+            f"{users_line(error.__traceback__)}, which has no implementation for fake tensors. "
+            "Leave that part out."
         ) from error
     except (RuntimeError, TypeError) as error:
         does = next((does for text, does in _RAW_ERRORS.items() if text in str(error)), None)
         if does is None and _is_in_jacfwd(error) and "same device" in str(error):
             raise RuntimeError(
-                "estimate: `fn` differentiates in forward mode at "
+                "estimate: the simulated code differentiates in forward mode at "
                 f"{users_line(error.__traceback__)} with torch.autograd.functional, where torch "
                 "mixes devices of fake tensors. Use torch.func.hessian or torch.func.jacfwd, or "
                 "strategy='reverse-mode'."
@@ -338,8 +339,8 @@ def call_simulated(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if does is None:
             raise
         raise RuntimeError(
-            f"estimate: `fn` {does} at {users_line(error.__traceback__)}, which a simulation does "
-            "not have. Leave that part out of `fn`."
+            f"estimate: the simulated code {does} at {users_line(error.__traceback__)}, which a "
+            "simulation does not have. Leave that part out."
         ) from error
     except UserWarning as error:
         if "CUDA is not available" not in str(error):
@@ -348,7 +349,8 @@ def call_simulated(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if "GradScaler" in str(error):
             feature, expected = "a GradScaler for CUDA", "torch.amp.GradScaler(x.device.type)"
         raise RuntimeError(
-            f"estimate: `fn` uses {feature}, which torch turns off on this machine. Use {expected}."
+            f"estimate: the simulated code uses {feature}, which torch turns off on this machine. "
+            f"Use {expected}."
         ) from error
 
 

@@ -342,8 +342,8 @@ def _check_layout(func: Overload, t: Tensor) -> None:
     if t.layout != torch.strided:
         source = Source.here(func, "nothing")
         raise RuntimeError(
-            f"estimate: `fn` calls {source.name} at {source.line}, which creates a tensor with "
-            f"layout {t.layout} that is not simulated. Leave that part out of `fn`."
+            f"estimate: the simulated code calls {source.name} at {source.line}, which creates a "
+            f"tensor with layout {t.layout} that is not simulated. Leave that part out."
         )
 
 

@@ -113,9 +113,9 @@ class Twins:
             old, new = self.of(t), self.of(value)
             if is_wrapper(t) or (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise RuntimeError(
-                    f"estimate: `fn` sets .data of a {tuple(t.shape)} tensor of {t.dtype} to a "
-                    f"{tuple(value.shape)} one of {value.dtype}. Expected a plain tensor and one "
-                    "of its shape and dtype."
+                    f"estimate: the simulated code sets .data of a {tuple(t.shape)} tensor of "
+                    f"{t.dtype} to a {tuple(value.shape)} one of {value.dtype}. Expected a plain "
+                    "tensor and one of its shape and dtype."
                 )
             if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                 self._bytes.pop(t.untyped_storage()._cdata, None)

@@ -210,6 +210,29 @@ def test_scripted_modules_beside_layers():
     assert storage_ops.fit(model, x, "1GiB").peak_bytes > 0
 
 
+class Features(nn.Module):
+    """Returns the outputs of its second and third layers, like the vision tower of LLaVA."""
+
+    def __init__(self):
+        super().__init__()
+        layers = (nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0) for _ in range(4))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        outputs = [x]
+        for layer in self.layers:
+            outputs.append(layer(outputs[-1]))
+        return outputs[2].sum() + outputs[3].sum()
+
+
+def test_a_layer_whose_output_has_no_gradient():
+    """Attention on a CPU computed the copy of a gradient that did not exist."""
+    model, x = Features(), torch.randn(64, 4, 32)
+    highest = simulate_step(model, x).peak_bytes
+    plan = storage_ops.fit(model, x, int(0.8 * highest))
+    assert plan.peak_bytes <= 0.8 * highest
+
+
 class Force(nn.Module):
     def __init__(self):
         super().__init__()

@@ -196,21 +196,30 @@ def test_a_lightning_trainer(package):
     assert not any(isinstance(m, storage_ops.CheckpointWrapper) for m in module.model)
 
 
-def test_the_callback_is_of_the_package_that_the_program_imports(monkeypatch):
+def test_the_callback_is_of_the_package_that_the_program_imports(monkeypatch, tmp_path):
     """`lightning` installs `pytorch_lightning` too, whose Trainer may refuse its callbacks."""
+    (tmp_path / "fit.json").touch()
     packages = [pytest.importorskip(name) for name in ("lightning.pytorch", "pytorch_lightning")]
     for package in packages:
         (other,) = {package.__name__ for package in packages} - {package.__name__}
         with monkeypatch.context() as patch:
             patch.delitem(sys.modules, other)
-            assert isinstance(lightning_callback("fit.json"), package.Callback)
+            assert isinstance(lightning_callback(tmp_path / "fit.json"), package.Callback)
 
 
-def test_an_unknown_attribute_of_a_lightning_module_is_refused():
+def test_an_unknown_attribute_of_a_lightning_module_is_refused(tmp_path):
     pytest.importorskip("lightning")
-    callback = lightning_callback("fit.json", "net")
+    (tmp_path / "fit.json").touch()
+    callback = lightning_callback(tmp_path / "fit.json", "net")
     with pytest.raises(ValueError, match=r"`attribute` is 'net', but ModuleDict.*such as model, b"):
         callback.on_fit_start(None, nn.ModuleDict({"model": nn.Linear(2, 2), "b": nn.ReLU()}))
+
+
+def test_a_missing_file_is_refused_at_once(tmp_path):
+    for make in (trainer_callback, lightning_callback):
+        for path in (tmp_path / "no.json", str(tmp_path)):
+            with pytest.raises(FileNotFoundError, match=r"`plan` is '.*, but there is no such"):
+                make(path)
 
 
 @pytest.mark.in_turn
@@ -224,12 +233,13 @@ def test_the_package_imports_neither_transformers_nor_lightning():
     assert done.stdout.strip() == "[]"
 
 
-def test_wrong_types_are_refused():
+def test_wrong_types_are_refused(tmp_path):
+    (tmp_path / "fit.json").touch()
     for make in (trainer_callback, lightning_callback):
         with pytest.raises(TypeError, match=r"`plan` is a int\. Expected"):
             make(3)
     with pytest.raises(TypeError, match=r"`attribute` is a Linear\. Expected the name"):
-        lightning_callback("fit.json", nn.Linear(2, 2))
+        lightning_callback(tmp_path / "fit.json", nn.Linear(2, 2))
 
 
 @pytest.mark.in_turn

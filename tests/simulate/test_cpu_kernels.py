@@ -252,6 +252,12 @@ CONVOLUTIONS = {
     "with strides": (lambda: nn.Conv3d(16, 20, 3, stride=2), (2, 16, 16, 16, 16)),
     "of groups": (lambda: nn.Conv2d(32, 64, 3, groups=4), (4, 32, 32, 32)),
     "of small groups": (lambda: nn.Conv2d(24, 24, 3, groups=24), (4, 24, 32, 32)),
+    "of channels in small images": (
+        lambda: nn.Conv2d(512, 512, 3, padding=1, groups=512),
+        (4, 512, 2, 2),
+    ),
+    "of channels, causal": (lambda: nn.Conv1d(64, 64, 4, padding=3, groups=64), (4, 64, 128)),
+    "of channels, dilated": (lambda: nn.Conv2d(32, 32, 3, dilation=2, groups=32), (4, 32, 32, 32)),
     "transposed to 3 channels": (lambda: nn.ConvTranspose2d(64, 3, 3), (16, 64, 32, 32)),
     "transposed of 3 channels": (lambda: nn.ConvTranspose2d(3, 12, 3), (4, 3, 32, 32)),
     "transposed by strides to 3 channels": (

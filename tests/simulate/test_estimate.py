@@ -290,7 +290,7 @@ def test_reading_an_unknown_value_is_an_error():
         lambda: x.nonzero(),
         lambda: bool(x.max()),
     ):
-        with pytest.raises(RuntimeError, match="estimate: `fn` needs the values of a tensor"):
+        with pytest.raises(RuntimeError, match="simulated code needs the values of a tensor"):
             estimate(fn)
     scale = torch.tensor(3.0)  # a real tensor has a value
     assert estimate(lambda: x * scale.item()).peak_bytes == 2 * x.nbytes + 512

@@ -47,6 +47,28 @@ def test_generators_draw_the_same_numbers_after_a_simulation(run):
     assert torch.equal(got, other(x))
 
 
+class Seeding(nn.Linear):
+    """Seeds generators of torch in each forward, as Reformer does to draw the same hashes."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.own = torch.Generator()
+
+    def forward(self, x):
+        torch.manual_seed(1)
+        self.own.manual_seed(1)
+        return super().forward(x) + torch.rand(8) + torch.rand(8, generator=self.own)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_generators_of_torch_that_a_forward_seeds_are_as_before(run):
+    model, x = nn.Sequential(Seeding()), torch.randn(4, 8)
+    generators = torch.default_generator, model[0].own
+    before = [generator.get_state() for generator in generators]
+    RUNS[run](model, x)
+    assert all(torch.equal(g.get_state(), s) for g, s in zip(generators, before, strict=True))
+
+
 class Average:
     def __init__(self, model):
         self.copy = {name: p.detach().clone() for name, p in model.named_parameters()}

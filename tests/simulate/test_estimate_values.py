@@ -114,7 +114,7 @@ def test_experts_take_the_measured_memory(way):
 def test_experts_without_an_assumption(way):
     with pytest.raises(RuntimeError) as error:
         estimate(MoE(way), torch.randn(16, 32))
-    assert "estimate: `fn` needs the values of a tensor, which depend on topk at" in str(
+    assert "the simulated code needs the values of a tensor, which depend on topk at" in str(
         error.value
     )
     assert "weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)" in str(error.value)
@@ -269,7 +269,7 @@ def recurrent(x):
     ],
 )
 def test_errors_of_unsupported_ops_name_the_line(fn, does):
-    with pytest.raises(RuntimeError, match=rf"estimate: `fn` {does}.*test_estimate_values\.py:"):
+    with pytest.raises(RuntimeError, match=rf"simulated code {does}.*test_estimate_values\.py:"):
         estimate(fn, torch.randn(64, 64))
 
 

@@ -208,7 +208,7 @@ def test_data_of_another_kind_is_refused(value):
         t.data = value
 
     with pytest.raises(
-        RuntimeError, match=r"estimate: `fn` sets .data of a \(4,\) tensor of torch"
+        RuntimeError, match=r"estimate: the simulated code sets .data of a \(4,\) tensor of torch"
     ):
         estimate(fn)
     assert t.shape == (4,) and t.dtype == torch.float32

@@ -50,6 +50,13 @@ def whisper():
     return transformers.WhisperForConditionalGeneration(config)
 
 
+def hybrid():
+    """Return a model whose even layers keep a state of linear attention, and no keys."""
+    sizes = SIZES | {"num_hidden_layers": 4, "num_experts": 2, "mamba_d_state": 4}
+    config = transformers.JambaConfig(**sizes, attn_layer_period=2, attn_layer_offset=1)
+    return transformers.JambaForCausalLM(config)
+
+
 def replayed_layers(*args, **kwargs):
     """Compare a simulation with and without replays. Return how many whole layers are replayed."""
     modules, plain = [], replay_cache.replayed
@@ -109,6 +116,11 @@ class Through(torch.nn.Module):
         assert cache.is_updated == dict.fromkeys(range(4), True)
         layers = (*cache.cross_attention_cache.layers, *cache.self_attention_cache.layers)
         return output.loss + sum(entry.values.square().mean() for entry in layers)
+
+
+def test_layers_of_linear_attention():
+    x = ids()
+    assert replays_of(hybrid().train(), {"input_ids": x, "labels": x}) > 0
 
 
 class Kept(torch.nn.Module):

@@ -1,6 +1,7 @@
 """A simulation leaves no fake tensors in caches outside of the model that its forward fills."""
 
 import functools
+import gc
 import warnings
 from types import SimpleNamespace
 
@@ -162,6 +163,22 @@ def test_an_error_leaves_nothing_in_caches():
         so.memory.simulate_step(model, torch.randn(2, 6, 8))
     assert type(unlimited(6)) is torch.Tensor
     unlimited.cache_clear()
+
+
+def test_an_interrupt_ends_with_few_searches_of_the_process(monkeypatch):
+    """Each search visits all objects. One for each tensor took half a minute in real models."""
+    searches, plain = [], gc.get_objects
+
+    class Interrupted(nn.Module):
+        def forward(self, x):
+            outputs = [x + 1 for _ in range(100)]
+            raise KeyboardInterrupt(len(outputs))
+
+    monkeypatch.setattr(gc, "get_objects", lambda: searches.append(1) or plain())
+    monkeypatch.setattr(gc, "get_referrers", None)
+    with pytest.raises(KeyboardInterrupt):
+        so.memory.simulate_step(nn.Sequential(nn.Linear(8, 8), Interrupted()), torch.randn(2, 8))
+    assert 2 <= len(searches) < 10
 
 
 def test_probes_of_the_forward_leave_nothing_in_caches():

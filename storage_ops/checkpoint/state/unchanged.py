@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -39,9 +40,9 @@ def unchanged(*roots: object) -> Iterator[None]:
     """Restore the state of objects after a with block.
 
     This restores the attributes of modules, submodules, tensors and other objects, except torch's
-    and Python's own. It also restores the contents of containers, and random generators of Python
-    and numpy, including the global ones. The same is done for objects that these reference. Values
-    that are written to tensors stay.
+    and Python's own. It also restores the contents of containers, and random generators of torch,
+    Python and numpy, including the global ones. The same is done for objects that these reference.
+    Values that are written to tensors stay.
     """
     undo = [*undo_changes(roots), *undo_draws_of_process()]
     try:
@@ -156,8 +157,11 @@ def state_of(value: object) -> State | None:
     """Return functions that get and set the state of a generator; None for other values.
 
     Args:
-        value: a `random.Random`, a `numpy.random.Generator` or a `numpy.random.RandomState`.
+        value: a `torch.Generator`, a `random.Random`, a `numpy.random.Generator` or a
+            `numpy.random.RandomState`.
     """
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
     if isinstance(value, random.Random):
         has_state = not isinstance(value, random.SystemRandom)
         return (value.getstate, value.setstate) if has_state else None
@@ -180,10 +184,17 @@ def undo_draws(value: object) -> Callable[[], object] | None:
     return partial(put, get())
 
 
-def undo_draws_of_process() -> list[Callable[[], None]]:
-    """Return functions that restore the present states of `random` and `numpy.random`."""
+def undo_draws_of_process() -> list[Callable[[], object]]:
+    """Return functions that restore the present states of the global random generators.
+
+    A run on fake tensors draws nothing from torch's, but its code may seed them.
+    """
     state = random.getstate()
-    undo: list[Callable[[], None]] = [lambda: random.setstate(state)]
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators += torch.cuda.default_generators
+    undo: list[Callable[[], object]] = [lambda: random.setstate(state)]
+    undo += [partial(each.set_state, each.get_state()) for each in generators]
     numpy: Any = sys.modules.get("numpy.random")
     if hasattr(numpy, "get_state"):
         state_of_numpy = numpy.get_state()

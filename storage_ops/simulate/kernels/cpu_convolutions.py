@@ -13,9 +13,12 @@ image as the input of the untransposed one. Observed with torch 2.13 by allocati
 
 Float32 images in channels_last format are read and written without a copy, if the convolution is
 not transposed. Their weights are copied to that format, and from it into blocks. torch copies a
-gradient whose format is not that of the image. Some gradients of weights are computed differently:
-those of groups, and of kernels of more than three elements for each channel. They use a matrix
-product of columns for contiguous images, and wide blocks for channels_last (AVX-512 only).
+gradient whose format is not that of the image. Gradients of some weights use a matrix product of
+columns for contiguous images, and wide blocks for channels_last (AVX-512 only):
+
+* weights of groups that are small or dilated
+* weights of one channel each that are dilated, wider than three elements or than their padding
+  allows, or larger than the image
 
 The buffers of a single thread, and 16-bit convolutions on AVX2, do not count.
 """
@@ -149,15 +152,24 @@ def _is_on_onednn(x: Tensor, weight: Tensor, strides: Sequence[int]) -> bool:
 def _is_product(args: Args) -> bool:
     """Return True if the gradient of a weight is a product of columns, as for a ViT's patches."""
     weight: Tensor = args[2]
-    strides, transposed, groups = args[4], args[7], args[9]
-    if weight.dim() != 4 or weight.dtype != torch.float32 or transposed:
+    strides, dilation, transposed, groups = args[4], *args[6:8], args[9]
+    if weight.dim() > 4 or weight.dtype != torch.float32 or transposed:
         return False
     call = _Call(weight, strides, groups)
     if call.is_of_channels:
-        return max(weight.shape[2:]) > _WIDEST_OF_CHANNEL
-    if groups > 1:
-        return call.of_weight(transposed).outer == _AS_IT_IS
-    return weight.shape[-1] > _WIDEST
+        return not _has_own_code(args)
+    whole = groups == 1 or call.of_weight(transposed).outer != _AS_IT_IS
+    return not whole or weight.shape[-1] > _WIDEST or (groups > 1 and max(dilation) > 1)
+
+
+def _has_own_code(args: Args) -> bool:
+    """Return True if oneDNN has code for the gradient of kernels of one channel, as in `args`."""
+    x, weight, strides, padding, dilation = *args[1:3], *args[4:7]
+    kernel = weight.shape[2:]
+    sizes = zip(kernel, padding, strict=False)  # one number of padding can be for all dimensions
+    narrow = all(n <= _WIDEST_OF_CHANNEL and p <= n // 2 for n, p in sizes)
+    rows = kernel[0] + -padding[0] % strides[0]
+    return narrow and max(dilation) == 1 and (len(kernel) == 1 or x.shape[2] >= rows)
 
 
 def _is_channels_last(image: Tensor, weight: Tensor) -> bool:
@@ -174,14 +186,14 @@ def _take_weight_twice(scratch: Scratch, call: _Call, blocks: tuple[int, int]) -
     return ([] if is_last else scratch.take(weight)) + _take_weight(scratch, weight, blocks)
 
 
-def _take_gradient_of_last(scratch: Scratch, call: _Call) -> list[Block]:
+def _take_gradient_of_last(scratch: Scratch, call: _Call, args: Args) -> list[Block]:
     """Record the gradient of a weight of channels_last images, in blocks and in plain format."""
     weight = call.weight
     if call.groups == 1:
         blocks = call.of_weight(False).weight
         return scratch.take(weight) + _take_weight_twice(scratch, call, blocks)
     result = scratch.take(weight)
-    if call.is_of_channels and max(weight.shape[2:]) <= _WIDEST_OF_CHANNEL:
+    if call.is_of_channels and _has_own_code(args):
         return result + _take_weight_twice(scratch, call, (_CHANNELS, 1))
     outer, inner = (_filled(n, _CHANNELS) for n in (len(weight) // call.groups, weight.shape[1]))
     filled = call.groups * outer * inner * weight[0, 0].nbytes
@@ -251,7 +263,7 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
         see(of_x)
         scratch.give_back(layout_copies + result)
     if of_weight is not None and is_last:
-        copies = _take_gradient_of_last(scratch, call)
+        copies = _take_gradient_of_last(scratch, call, args)
         see(of_weight)
         scratch.give_back(copies)
     elif of_weight is not None and _is_product(args):

@@ -233,6 +233,7 @@ def _empty_entry(cache: Any, number: int) -> Any:
         raise NotComparable
     if number == len(entries) and new is not None:
         return new()
-    if not 0 <= number < len(entries) or entries[number].is_initialized:
+    # Entries of linear attention have no keys, and no such attribute.
+    if not 0 <= number < len(entries) or getattr(entries[number], "is_initialized", True):
         raise NotComparable
     return entries[number]

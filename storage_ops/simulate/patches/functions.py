@@ -71,8 +71,8 @@ class Functions(TorchFunctionMode):
             args, kwargs = _with_tensors_of_lengths(args, kwargs or {})
         if self._on_meta and torch.is_autocast_enabled("cpu"):
             raise RuntimeError(
-                "estimate: `fn` uses torch.autocast('cpu'), which does nothing to tensors on the "
-                "meta device. Expected parameters and arguments on the CPU."
+                "estimate: the simulated code uses torch.autocast('cpu'), which does nothing to "
+                "tensors on the meta device. Expected parameters and arguments on the CPU."
             )
         if (
             self._on_meta

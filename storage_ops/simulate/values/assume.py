@@ -120,14 +120,12 @@ def unanswered(source: Source, cause: Source | None) -> RuntimeError:
     reported = cause if cause is not None and cause.kind in ("condition", "choice") else source
     origin = "" if reported is source else f", which depend on {reported.name} at {reported.line}"
     key = "item" if reported.kind == "value" else reported.name
-    remedy = "Leave that part out of `fn`."
+    remedy = "Leave that part out."
     if reported.kind != "nothing":
-        remedy = (
-            f"Pass assume={{{key!r}: {_EXPECTED[reported.kind]}}}, or leave that part out of `fn`."
-        )
+        remedy = f"Pass assume={{{key!r}: {_EXPECTED[reported.kind]}}}, or leave that part out."
     return RuntimeError(
-        f"estimate: `fn` needs the values of a tensor{origin}: {source.name} at {source.line}. A "
-        f"simulation does not have them. {remedy}"
+        f"estimate: the simulated code needs the values of a tensor{origin}: {source.name} at "
+        f"{source.line}. A simulation does not have them. {remedy}"
     )
 
 

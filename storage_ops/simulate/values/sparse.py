@@ -96,9 +96,8 @@ class Sparse:
         own = self._parts.get(args[0]) if _is_sparse(args[0]) else None
         if own is None or name not in _ON_VALUES or any(map(_is_sparse, args[1:])):
             raise RuntimeError(
-                f"estimate: `fn` calls {name_of(func)} with a sparse tensor at "
-                f"{users_line(sys._getframe())}, which is not simulated. Leave that part out of "
-                "`fn`."
+                f"estimate: the simulated code calls {name_of(func)} with a sparse tensor at "
+                f"{users_line(sys._getframe())}, which is not simulated. Leave that part out."
             )
         if name == "clone" and own.indices.is_contiguous() and own.values.is_contiguous():
             node = torch._C._current_autograd_node()
