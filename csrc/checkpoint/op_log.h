@@ -240,8 +240,9 @@ class Cursor {
     }
   }
 
-  [[noreturn]] void fail_modified(const std::string& op) const {
-    throw std::runtime_error(text(texts.modified, "ss", log_.region.c_str(), op.c_str()));
+  void warn_of_modified(const std::string& op) const {
+    const WithGil gil;
+    owned(PyObject_CallFunction(texts.modified, "ss", log_.region.c_str(), op.c_str()));
   }
 
   // Throws the error of a callback.

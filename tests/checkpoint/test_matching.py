@@ -313,11 +313,11 @@ def test_arguments_that_the_recompute_gets_as_other_tensors(policy, around):
     options = {} if policy is None else {"policy": policy}
     region = so.CheckpointWrapper(copy.deepcopy(layer), **options)
     leaf, parameter = torch.randn(96, requires_grad=True), nn.Parameter(torch.randn(96))
-    data = torch.randn(96).mul_(2)
+    frozen, data = nn.Parameter(torch.randn(96), requires_grad=False), torch.randn(96).mul_(2)
     with torch.no_grad():
-        leaf.mul_(2)
-        parameter.mul_(2)
-    roots = (leaf.sin, lambda: leaf, lambda: parameter, lambda: data)
+        for t in (leaf, parameter, frozen):
+            t.mul_(2)
+    roots = (leaf.sin, lambda: leaf, lambda: parameter, lambda: frozen, lambda: data)
     for view, root in itertools.product(VIEWS, roots):
         grads = []
         for module, call in ((layer, layer), (region, around(region))):

@@ -118,7 +118,8 @@ def explain_policy(
     """Run a function once, and show what a policy would save and recompute.
 
     Nothing is checkpointed. A result that is not saved counts as recomputed. A real checkpoint
-    stops when backward has all tensors that it needs, so it may recompute less.
+    stops when backward has all tensors that it needs, so it may recompute less. It recomputes a
+    saved result that is modified in place, such as those of `nn.GRU` on a CPU, and warns.
 
     Args:
         fn: a function or module; args and kwargs are passed to it.

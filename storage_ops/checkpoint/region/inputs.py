@@ -9,7 +9,7 @@ from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -65,13 +65,12 @@ class Inputs:
             self.tensors = [flat[i] for i in self._at]
             self.plain = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
         self._like = [TensorTraits(t) for t in self.tensors]
-        # Hooks of others may return another tensor. If the graph or this package's hooks keep the
-        # tensor itself anyway, a recompute gets that one.
+        # Hooks of others may return another tensor. If the graph, a module or this package's hooks
+        # keep the tensor itself anyway, a recompute gets that one.
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = top is not None and _keeps_others(top[0])
         for i, t in enumerate(self.tensors if top is not None else ()):
-            own = ours and not t.is_inference() and producer_of(t) is None
-            if (t.requires_grad and is_leaf(t)) or own:
+            if not t.is_inference() and (_is_kept(t) or (ours and producer_of(t) is None)):
                 self._same[i] = (t, t._version)
         self._kept = _hold([] if ours and len(self._same) == len(self.tensors) else self.tensors)
 
@@ -132,6 +131,12 @@ class Inputs:
         self.plain = [leaf for leaf in flat if leaf is not ...]
         self._like = [TensorTraits.of(*traits) for traits in native.traits()]
         self._kept = lambda: [partial(native.unpack, i) for i in range(len(self._like))]
+
+
+def _is_kept(t: Tensor) -> bool:
+    """Return True for a trained leaf, a frozen parameter and a view of a frozen parameter."""
+    root = t if t._base is None else t._base
+    return is_leaf(t) and (t.requires_grad or isinstance(root, nn.Parameter))
 
 
 def _keeps_others(pack: Any) -> bool:

@@ -280,14 +280,6 @@ def describe_failure(region: str, difference: str, why: str, name: str) -> str:
     )
 
 
-def describe_modified(region: str, name: str) -> str:
-    """Return the error message for a saved result that was modified after its region had run."""
-    return (
-        f"selective checkpoint: a result of {readable(name)} that was saved in {region} was "
-        "modified in place after it. Modify a clone instead."
-    )
-
-
 class OpLog(TorchDispatchMode):
     """Mode that notes the name of every op, and the line that ran it.
 

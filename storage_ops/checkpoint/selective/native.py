@@ -27,7 +27,6 @@ from storage_ops.checkpoint.saved.matching import (
     VIEWS,
     describe_difference,
     describe_failure,
-    describe_modified,
 )
 from storage_ops.checkpoint.selective import offload
 from storage_ops.checkpoint.selective.op_sets import ops_saved, rows_of
@@ -116,6 +115,15 @@ def warn_of_modified(region: str, names: Iterable[str]) -> None:
     )
 
 
+def warn_of_modified_later(region: str, name: str) -> None:
+    """Warn that a result of this op was modified after its region, so that the op runs again."""
+    warn_caller(
+        f"A result of {readable(name)} that the policy of a selective checkpoint saved in {region} "
+        f"was modified in place after {region}. It is recomputed instead, which takes longer and "
+        "changes no gradient. Modify a clone, or do not save the result."
+    )
+
+
 def _end(
     region: str,
     unsaved: list[str],
@@ -161,7 +169,7 @@ def _set_up() -> Any:
     native: Any = sys.modules.get(_library.SAVED_TENSORS)
     if native is not None:
         native.setup_results(
-            describe_difference, describe_failure, describe_modified, _end, _follow,
+            describe_difference, describe_failure, warn_of_modified_later, _end, _follow,
             torch._C._autograd._top_saved_tensors_default_hooks, _origin, offload.arrive,
             sorted(map(name_of, SAC_IGNORED_OPS)), sorted(VIEWS),
         )  # fmt: skip
