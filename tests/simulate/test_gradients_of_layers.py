@@ -66,6 +66,30 @@ class Joint(nn.Module):
         return x + both.tanh(), y + (both * shift).sigmoid()
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient.exp()
+
+
+class Attention(nn.Module):
+    """Gets one tensor as several arguments, and uses it in a node of Python too."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4)
+
+    def forward(self, query, key, value):
+        if query is not key:
+            return query
+        attended, _ = self.attention(query, key, value, need_weights=False)
+        return Doubled.apply(attended, query) + Doubled.apply(query, query)
+
+
 class Net(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -105,6 +129,13 @@ class Conditioned(Net):
         return (x * y).square().mean()
 
 
+class Repeated(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x, x, x)
+        return x.square().mean()
+
+
 class Transposed(Net):
     """Gives the last layer a gradient with other strides than the other layers get."""
 
@@ -142,12 +173,13 @@ MODELS = {
     "early": lambda: Memory(Early),
     "conditioned": lambda: Conditioned(Joint),
     "other strides": lambda: Transposed(Pair),
+    "one tensor": lambda: Repeated(Attention),
     "decoder": Decoder,
 }
 # Layers whose gradients leave at several moments, or of which one gets another gradient.
 LAYERS = {
     "early": Early, "conditioned": Joint, "decoder": nn.TransformerDecoderLayer,
-    "other strides": Pair,
+    "other strides": Pair, "one tensor": Attention,
 }  # fmt: skip
 
 

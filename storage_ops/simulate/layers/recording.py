@@ -235,6 +235,7 @@ class _Recorder:
         # The numbers of events when the gradients of the outputs existed, and when parts ended.
         self._ends = [0]
         self._left: list[list[tuple[int, View | None]]] = []  # gradients of inputs, by part
+        self._unwritten: set[Block | None] = set()  # those to which nothing was added before
 
     def run(
         self, call: Callable[..., Any], args: Args, kwargs: Kwargs, caches: StandIns
@@ -283,6 +284,9 @@ class _Recorder:
                     p.grad = None
         last = entry = None
         self._check_nothing_is_kept(dropped)
+        if self._unwritten & self._side.added_to:
+            # Autograd would not have added in place if nodes outside had kept the gradient.
+            raise NotComparable
         theirs = {
             block for _, block, is_allocation in events[stop : self._ends[0]] if is_allocation
         } - self._roles.keys()
@@ -386,6 +390,9 @@ class _Recorder:
             view = self._leaving(t, GRAD_IN, needing[k])
             if view is not None and t is not None:
                 view = replace(view, has_base=t._is_view())
+                block = self._side.block_of(t)
+                if block not in self._side.added_to:
+                    self._unwritten.add(block)
             left.append((needing[k], view))
         self._left.append(left)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -83,10 +83,10 @@ class Replay:
         if not recording.is_of(gradients):
             raise NotReplayable(self.module)
         for number in recording.written:
-            gradient = gradients[number]
-            if gradient is None or _uses(gradient) > _uses_of_the_last():
+            gradient, *others = gradients[number], *gradients[:number], *gradients[number + 1 :]
+            if gradient is None or not _is_last(gradient, others):
                 raise NotReplayable(self.module)
-            del gradient
+            del gradient, others
         self._simulation.sent += recording.sent[1]
         for number, slot in enumerate(recording.slots):
             if slot.role == GRAD_OUT and (gradient := gradients[slot.number]) is not None:
@@ -135,8 +135,11 @@ class Replay:
             elif number in self._tensors:
                 t = self._tensors.pop(number)
                 # Autograd has a reference to the gradient of an output until the first part ends.
-                if is_first and slot.role == GRAD_OUT and _uses(t) <= _uses_of_the_last():
+                # The base of a view uses the storage, too.
+                others = (*self._tensors.values(), *freed.values())
+                if is_first and slot.role == GRAD_OUT and _is_last(t, others, t._is_view()):
                     ledger.release(t)
+                del others
                 del t
         return freed
 
@@ -197,25 +200,45 @@ class _Part(torch.autograd.Function):
         return None, None, None, *ctx.replay.backward(ctx.number)
 
 
-def check_parameters(last: Tensor) -> None:
-    """Raise `NotReplayable` if a parameter gets gradients from several calls.
+def check_graph(last: Tensor, replays: Mapping[nn.Module, int]) -> None:
+    """Check that a backward is as if each call had nodes of its own.
 
-    Autograd holds their sum until the last one.
+    Args:
+        last: the tensor from which the backward starts.
+        replays: the modules with replayed calls, and how many of their calls have a backward.
+
+    Raises:
+        NotReplayable: a call is not part of the backward, so that its own nodes might have been
+            freed earlier. Or a parameter gets gradients from several calls, and autograd holds
+            their sum until the last one.
     """
-    replays: dict[int, Replay] = {}
+    found: dict[int, Replay] = {}
     used: set[int] = set()  # the ids of parameters, by other nodes
     for node in nodes_behind(last):
         replay = getattr(node, "replay", None)
         if isinstance(replay, Replay):
-            replays[id(replay)] = replay
+            found[id(replay)] = replay
         else:
             leaves = (following for following, _ in node.next_functions)
             used.update(id(leaf.variable) for leaf in leaves if hasattr(leaf, "variable"))
     uses = Counter(used)
-    uses.update(id(p) for replay in replays.values() for p in replay.trained)
-    repeated = [r.module for r in replays.values() if any(uses[id(p)] > 1 for p in r.trained)]
-    if repeated:
-        raise NotReplayable(*repeated)
+    uses.update(id(p) for replay in found.values() for p in replay.trained)
+    refused = [r.module for r in found.values() if any(uses[id(p)] > 1 for p in r.trained)]
+    calls = Counter(replay.module for replay in found.values())
+    refused += [module for module, count in replays.items() if calls[module] < count]
+    if refused:
+        raise NotReplayable(*refused)
+
+
+def _is_last(t: Tensor, others: Collection[Tensor | None], more: int = 0) -> bool:
+    """Return True if only autograd references a gradient that a node has got, and its storage.
+
+    Args:
+        t: the gradient.
+        others: other gradients of the node, of which none may be the same.
+        more: the number of other references to the storage.
+    """
+    return _uses(t) <= _uses_of_the_last() + more and all(t is not other for other in others)
 
 
 def _uses(t: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.layers.key_value_caches import Caches
 from storage_ops.simulate.layers.recording import Recording, record
-from storage_ops.simulate.layers.replay import check_parameters, replayed
+from storage_ops.simulate.layers.replay import check_graph, replayed
 from storage_ops.simulate.layers.variants import Variants
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import Kinds, ModuleKind, NotComparable, arguments_key
@@ -43,6 +44,7 @@ class Quick:
         """
         self.count, self._accumulate, self.is_spoiled = 0, accumulate, False
         self._refused = refused
+        self._replays: Counter[nn.Module] = Counter()  # replays with a backward
         self._kinds = Kinds(model)
         self._recordings = Variants[Recording]()
         self._records = False
@@ -108,6 +110,7 @@ class Quick:
         if recording is None:
             return False, None
         self.count += 1
+        self._replays[module] += recording.needs_grad
         result, changes = replayed(simulation, recording, module, name, tensors)
         caches.change(changes)
         return True, result
@@ -115,7 +118,7 @@ class Quick:
     def check(self, loss: Tensor) -> None:
         """Raise an error before a backward that would differ from that of the calls' own nodes."""
         if self.count:
-            check_parameters(loss)
+            check_graph(loss, self._replays)
 
     def _record(
         self, simulation: Simulation, module: nn.Module, kind: ModuleKind, name: str,
