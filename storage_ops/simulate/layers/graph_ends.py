@@ -83,8 +83,8 @@ def gradients_taken(
 ) -> Iterator[None]:
     """Take the gradients of the inputs from a backward in a with block, without adding them up.
 
-    Where a call is part of a larger graph, autograd adds each of them to gradients from elsewhere,
-    at the moment at which a node of the call has computed it.
+    In a larger graph, autograd adds each of them to gradients from elsewhere, as soon as a node of
+    the call has computed it.
 
     Args:
         last: the result of `leave`.
