@@ -11,8 +11,8 @@ _WORDS = {
 
 
 def checked(value: object, name: str, kind: type) -> Any:
-    """Return a value of the JSON type `kind`."""
-    if type(value) is not kind:
+    """Return a value of the JSON type `kind`. A list may be a tuple, as before it was saved."""
+    if type(value) not in ((list, tuple) if kind is list else (kind,)):
         raise TypeError(f"`{name}` is {value!r}. Expected {_WORDS[kind]}.")
     return value
 
