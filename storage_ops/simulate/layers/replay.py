@@ -123,10 +123,9 @@ class Replay:
                 else:
                     ledger.give_back(self._live.pop(number))
             elif is_allocation:
-                self._tensors[number] = t = recording.storage_of(
-                    number, self._simulation, self._device
-                )
+                t = recording.storage_of(number, self._simulation, self._device)
                 ledger.see_as(t, self._block(slot))
+                self._tensors[number] = t
                 del t
             elif number in self._held:
                 del self._held[number]
@@ -139,8 +138,7 @@ class Replay:
                 others = (*self._tensors.values(), *freed.values())
                 if is_first and slot.role == GRAD_OUT and _is_last(t, others, t._is_view()):
                     ledger.release(t)
-                del others
-                del t
+                del t, others
         return freed
 
     def _block(self, slot: BlockSlot) -> Block:
@@ -165,7 +163,7 @@ class _Replayed(torch.autograd.Function):
     """The autograd node of a replayed call, and of the first part of its backward."""
 
     @staticmethod
-    def forward(ctx: Any, replay: Replay, following: Tensor | None, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, replay: Replay, following: Tensor, *inputs: Tensor) -> Any:
         ctx.replay = replay
         ctx.set_materialize_grads(False)
         recording = replay.recording
