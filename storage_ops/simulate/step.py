@@ -400,12 +400,18 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
             roles |= dict.fromkeys(keep_workspaces(ledger, workspace), WORKSPACES)
         settled = settle(ledger, roles)
         sent = dict(simulation.sent)
-    if quick is not None and quick.count and ledger.discards:
-        # Code that frees outputs looks for the tensors that saved them, which recordings do not
-        # have.
-        raise RuntimeError("Outputs are discarded across layers. Simulate the layers together.")
+    _check_discards(ledger, quick)
     del settled["input_bytes"]
     return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
+
+
+def _check_discards(ledger: Ledger, quick: Quick | None) -> None:
+    """Raise `NotComparable` if outputs were discarded in a step with replayed layers.
+
+    Code that frees outputs looks for the tensors that saved them, which recordings do not have.
+    """
+    if quick is not None and quick.count and ledger.discards:
+        raise NotComparable
 
 
 def _blocks_of_states(captured: Captured, simulation: Simulation) -> set[Block]:
@@ -423,6 +429,7 @@ def _backward(
         value = loss(output)
         del output
     check_value(value)
+    _check_discards(ledger, quick)
     if quick is not None:
         quick.check(value)
     with outside_autocast():
