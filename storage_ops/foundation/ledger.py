@@ -90,7 +90,7 @@ class Ledger:
         inputs: blocks that existed before the run.
         events: (seconds since the start, block, True if it was allocated, False if it was freed).
         calls: the calls in progress, innermost last.
-        discards: True if a storage was discarded.
+        discarded: blocks that were freed by discarding a storage.
         added_to: blocks of gradients to which autograd has added other gradients in place.
     """
 
@@ -104,7 +104,7 @@ class Ledger:
         """
         self.inputs: list[Block] = []
         self.calls: list[ModuleCall] = []
-        self.discards = False
+        self.discarded: set[Block] = set()
         self.added_to: set[Block] = set()
         self.round_up = round_up
         self.events: list[tuple[float, Block, bool]] = []
@@ -195,8 +195,10 @@ class Ledger:
 
     def discard(self, t: Tensor) -> None:
         """Free the block of a storage."""
-        self.discards = True
-        self._unbind(self._of(t))
+        bound = self._of(t)
+        if bound.block is not None:
+            self.discarded.add(bound.block)
+        self._unbind(bound)
 
     def see_as(self, t: Tensor, block: Block) -> None:
         """Record the new storage of a tensor as a user of an existing block."""

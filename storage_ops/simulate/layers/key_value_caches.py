@@ -205,16 +205,20 @@ class Caches:
             slot.change(new)
 
 
+def _is_a(value: object, name: str) -> bool:
+    """Return True for a cache of transformers whose class has this name, and no subclass of it."""
+    module: Any = sys.modules.get("transformers.cache_utils")
+    return module is not None and type(value) is getattr(module, name)
+
+
 def _is_cache(value: object) -> bool:
     """Return True for a cache that a model creates for a step of training."""
-    module: Any = sys.modules.get("transformers.cache_utils")
-    return module is not None and type(value) is module.DynamicCache
+    return _is_a(value, "DynamicCache")
 
 
 def _is_pair(value: object) -> bool:
     """Return True for a cache that a decoder with an encoder creates for a step of training."""
-    module: Any = sys.modules.get("transformers.cache_utils")
-    return module is not None and type(value) is module.EncoderDecoderCache
+    return _is_a(value, "EncoderDecoderCache")
 
 
 def _number_of(module: nn.Module) -> int:

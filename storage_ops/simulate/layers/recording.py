@@ -251,7 +251,7 @@ class _Recorder:
             result = call(*args, **kwargs)
         stop, sent = len(events), self._simulation.sent.copy()
         check_casts(events[start:stop], self._module.parameters())
-        if versions != [t._version for t in inputs]:
+        if versions != [t._version for t in inputs] or self._side.discarded & self._roles.keys():
             raise NotComparable
         count = len(tree_leaves(result))
         leaves, form = tree_flatten((result, [cache.take_changes() for cache in caches]))

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.state.unchanged import undo_changes
 from storage_ops.foundation.autocast import autocast_dtypes
+from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.layers.key_value_caches import Caches
 from storage_ops.simulate.layers.recording import Recording, record
@@ -45,6 +47,7 @@ class Quick:
         self.count, self._accumulate, self.is_spoiled = 0, accumulate, False
         self._refused = refused
         self._replays: Counter[nn.Module] = Counter()  # replays with a backward
+        self._shared: set[Block | None] = set()  # of inputs and results of replays
         self._kinds = Kinds(model)
         self._recordings = Variants[Recording]()
         self._records = False
@@ -112,13 +115,24 @@ class Quick:
         self.count += 1
         self._replays[module] += recording.needs_grad
         result, changes = replayed(simulation, recording, module, name, tensors)
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._shared.update(map(simulation.ledger.block_of, (*tensors, *results)))
         caches.change(changes)
         return True, result
 
-    def check(self, loss: Tensor) -> None:
+    def check(self, loss: Tensor, ledger: Ledger) -> None:
         """Raise an error before a backward that would differ from that of the calls' own nodes."""
+        self.check_discards(ledger)
         if self.count:
             check_graph(loss, self._replays)
+
+    def check_discards(self, ledger: Ledger) -> None:
+        """Raise `NotComparable` if an input or a result of a replayed call was discarded.
+
+        Code that discards looks for the tensors that saved it, which a replay does not have.
+        """
+        if not self._shared.isdisjoint(ledger.discarded):
+            raise NotComparable
 
     def _record(
         self, simulation: Simulation, module: nn.Module, kind: ModuleKind, name: str,
