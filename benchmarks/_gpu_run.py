@@ -36,13 +36,14 @@ class Run:
     """The stages of a call, one after another."""
 
     def __init__(
-        self, call: Call, out: Path, minutes: float, rehearse: bool, file: str = ""
+        self, call: Call, out: Path, site: Path, minutes: float, rehearse: bool, file: str = ""
     ) -> None:
+        """Start a log. `out` is for results, `site` for installed packages."""
         self.call, self.out, self.rehearse, self.file = call, out, rehearse, file
         self.share = minutes / MINUTES
         self.end = time.monotonic() + 60 * minutes - AROUND / 3 * self.share
         self.outcomes: dict[str, str] = {}
-        self.site = Path(tempfile.mkdtemp(prefix="gpu_run-"))
+        self.site = site
         out.mkdir(parents=True, exist_ok=True)
         (out / "log.txt").write_bytes(b"")
         self.environment = {**os.environ, "PYTHONUNBUFFERED": "1", "STORAGE_OPS_CALL": call.name}
@@ -187,18 +188,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     call = CALLS[arguments.call]
     out = (arguments.out or ROOT / "bench-report" / f"gpu-{call.name}").resolve()
     file = str(arguments.real_logits.resolve()) if arguments.real_logits else ""
-    run = Run(call, out, arguments.minutes, arguments.dry_run, file)
-    run.say(f"{call.name} decides {call.decides}.")
-    try:
-        if why := run.prepare(arguments.wheels):
-            run.say(f"not run: {why}; log.txt has more")
-            return 1
-        run.stages()
-    except KeyboardInterrupt:
-        run.say("interrupted")
-        run.close()
-        return 128 + signal.SIGINT
-    return run.close()
+    with tempfile.TemporaryDirectory(prefix="gpu_run-") as site:
+        run = Run(call, out, Path(site), arguments.minutes, arguments.dry_run, file)
+        run.say(f"{call.name} decides {call.decides}.")
+        try:
+            if why := run.prepare(arguments.wheels):
+                run.say(f"not run: {why}; log.txt has more")
+                return 1
+            run.stages()
+        except KeyboardInterrupt:
+            run.say("interrupted")
+            run.close()
+            return 128 + signal.SIGINT
+        return run.close()
 
 
 if __name__ == "__main__":

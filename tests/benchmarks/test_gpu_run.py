@@ -109,7 +109,9 @@ def run_of(tmp_path, monkeypatch):
 
     def run(minutes, stages, commands, file=""):
         monkeypatch.setattr(_gpu_run, "command", lambda part, path, *options: commands[part])
-        this = Run(Call("some", "much", (), tuple(stages)), tmp_path, minutes, False, file)
+        this = Run(
+            Call("some", "much", (), tuple(stages)), tmp_path, tmp_path, minutes, False, file
+        )
         this.stages()
         status = this.close()
         return list(this.outcomes.values()), status, (tmp_path / "log.txt").read_text()
@@ -141,7 +143,7 @@ def test_wheels_with_parts_of_one_folder_and_paths_are_installed(tmp_path, capsy
     broken.write_text("no archive")
     code = "import shared.one, two, importlib.metadata as m; m.version('first')"
     for wheels in ([first, second], [first, str(broken)]):
-        run = Run(Call("some", "much", (), ()), tmp_path, 9, True)
+        run = Run(Call("some", "much", (), ()), tmp_path, tmp_path / Path(wheels[1]).stem, 9, True)
         run.install(wheels)
         code = code if second in wheels else "import shared.one"
         done = subprocess.run([sys.executable, "-c", code], env=run.environment, cwd=tmp_path)
@@ -178,7 +180,8 @@ def test_a_stage_does_not_begin_without_time(run_of):
 @pytest.mark.in_turn
 def test_an_interrupt_keeps_earlier_results(tmp_path):
     command = [SCRIPT, "--call", "rows", "--dry-run", "--out", tmp_path]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=WITHOUT_GPU)
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
+                               env={**WITHOUT_GPU, "TMPDIR": str(tmp_path)})  # fmt: skip
     log, until = tmp_path / "log.txt", time.monotonic() + 90
     while time.monotonic() < until and not (
         log.exists() and "benchmarks.row_kernel" in log.read_text()
@@ -187,6 +190,7 @@ def test_an_interrupt_keeps_earlier_results(tmp_path):
     running.send_signal(signal.SIGTERM)
     printed, _ = running.communicate(timeout=60)
     assert running.returncode == 130 and "row_kernel           interrupted" in printed
+    assert not list(tmp_path.glob("gpu_run-*"))
     assert (tmp_path / "results.json").is_file()
 
 
