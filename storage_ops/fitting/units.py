@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from storage_ops.checkpoint.layers.config_policy import class_of, qualified_name, uncompiled
-from storage_ops.fitting.fingerprint import fingerprint
+from storage_ops.fitting.fingerprint import aspects, fingerprint
 from storage_ops.fitting.heads import LOSS_NAME, CompiledLoss, heads_in, heads_of_loss
 from storage_ops.loss.module import LinearCrossEntropyLoss
 from storage_ops.simulate.compiled import backend_of
@@ -41,6 +41,9 @@ class Unit:
 def units_of(model: nn.Module, loss: object = None) -> list[Unit]:
     """Return the outermost modules with submodules in lists and sequences, in their order.
 
+    In a list whose members all differ, a member is a stage, not a layer, if it has a list of
+    modules of one class. Its layers are in that list. Swin, ConvNeXt and ResNet have such stages.
+
     A module beside such lists is a layer, too, if it has submodules, but no list and no head of a
     loss. So is a head, also one that `loss` refers to. A module in several places is not a layer,
     nor is one whose forward was replaced on the instance. For a module that torch.compile wrapped,
@@ -56,19 +59,43 @@ def units_of(model: nn.Module, loss: object = None) -> list[Unit]:
     return [Unit(name, m, fingerprint(m)) for name, m in units if "forward" not in vars(m)]
 
 
-def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _units(
+    module: nn.Module, name: str, may_be_stages: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Return the layers below a module. `may_be_stages`: no list of layers is above it."""
+    is_list = isinstance(module, _CONTAINERS)
+    may_be_stages = may_be_stages and not (is_list and _are_alike(module))
     for child_name, child in module.named_children():
         child = uncompiled(child)
         below = f"{name}.{child_name}" if name else child_name
         if not any(True for _ in child.children()):
             continue
-        within_list = isinstance(module, _CONTAINERS) and not _has_layers(child)
+        is_stage = is_list and may_be_stages and any(map(_is_row, child.modules()))
+        within_list = is_list and not (is_stage or _has_layers(child))
         has_list = any(isinstance(inner, _CONTAINERS) for inner in child.modules())
         above = bool(heads_in(child)) and not isinstance(child, LinearCrossEntropyLoss)
         if within_list or not (has_list or above):
             yield qualified_name(below), child
         else:
-            yield from _units(child, below)
+            yield from _units(child, below, may_be_stages and not is_stage)
+
+
+def _are_alike(members: nn.Module) -> bool:
+    """Return True if a list has one member, or several with equal submodules and sizes."""
+    each = [uncompiled(child) for child in members.children()]
+    kinds = [aspects(child) for child in each if any(True for _ in child.children())]
+    return len(each) == 1 or len({(k["modules"], k["sizes"]) for k in kinds}) < len(kinds)
+
+
+def _is_row(module: nn.Module) -> bool:
+    """Return True for a list of several modules of one class that have submodules."""
+    members = [uncompiled(child) for child in module.children()]
+    return (
+        isinstance(module, _CONTAINERS)
+        and len(members) > 1
+        and len({class_of(member) for member in members}) == 1
+        and all(any(True for _ in member.children()) for member in members)
+    )
 
 
 def _has_layers(child: nn.Module) -> bool:

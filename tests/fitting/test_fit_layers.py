@@ -10,6 +10,7 @@ from torch import nn
 import storage_ops
 from storage_ops.fitting import choices
 from storage_ops.fitting.search import Search
+from storage_ops.fitting.units import units_of
 from storage_ops.memory import simulate_step
 
 from .models import LlamaBlock
@@ -143,6 +144,63 @@ def test_rows_in_a_list_are_layers():
     assert len(search.problem.options) == 3
     none = simulate_step(model, x, optimizer=ADAM).peak_bytes
     assert search.problem.peak([0] * 3) == none
+
+
+class Stage(nn.Module):
+    """Widens its input, and then has layers of one width."""
+
+    def __init__(self, size, width, layers):
+        super().__init__()
+        self.widen = nn.Linear(size, width)
+        self.blocks = nn.ModuleList(Gated(width) for _ in range(layers))
+
+    def forward(self, x):
+        x = self.widen(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Gated(nn.Module):
+    """Has lists of modules of one class, as a layer with experts or heads has."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.ways[0](x).sin() * self.ways[1](x).exp()
+
+
+def test_layers_of_stages_are_layers():
+    model, x = (
+        nn.Sequential(Stage(8, 32, 2), Stage(32, 64, 3), Stage(64, 96, 2)),
+        torch.ones(512, 8),
+    )
+    plain = simulate_step(model, x).peak_bytes
+    search = Search(model, x)
+    assert abs(search.problem.peak([0] * 7) - plain) <= 16
+    plan = storage_ops.fit(model, x, int(0.6 * plain))
+    plan.apply()
+    assert simulate_step(model, x).peak_bytes == plan.peak_bytes < plain
+
+
+@pytest.mark.parametrize(
+    ("members", "names"),
+    [
+        (
+            [Stage(8, 16, 2), Stage(16, 16, 2)],
+            ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"],
+        ),
+        ([Stage(16, 16, 2), Stage(16, 16, 2)], ["0", "1"]),
+        ([Stage(8, 16, 3)], ["0"]),
+        ([nn.ReLU(), Stage(8, 16, 2), nn.ReLU()], ["1.blocks.0", "1.blocks.1"]),
+        ([Part(), Stage(32, 16, 1)], ["0", "1.blocks.0"]),
+    ],
+    ids=["stages", "alike", "one", "an encoder in a sequence", "one layer"],
+)
+def test_which_members_of_a_list_are_stages(members, names):
+    assert [unit.name for unit in units_of(nn.Sequential(*members))] == names
 
 
 @dataclasses.dataclass
