@@ -24,6 +24,7 @@ from storage_ops.losses.sequences import (
     check_values,
     score,
     separated,
+    whole,
 )
 
 
@@ -246,4 +247,4 @@ def _of_chosen(
     else:
         places = torch.arange(target.shape[-1], device=target.device)
         rejected = places >= cu_seqlens[(cu_seqlens.shape[0] - 1) // 2]
-    return class_indices(nll_target).masked_fill(rejected, ignore_index)
+    return whole(class_indices(nll_target)).masked_fill(rejected, ignore_index)

@@ -150,7 +150,8 @@ def score(
         input, linear_weight, scored_target, shift=shift, ignore_index=ignore_index, returns=names,
         **options,
     )  # fmt: skip
-    results = dict(zip(names, scored if len(names) > 1 else (scored,), strict=True))
+    values = map(whole, scored if len(names) > 1 else (scored,))
+    results = dict(zip(names, values, strict=True))
     logps, mask = -results["nll"], _predicted(target, shift) != ignore_index
     second = second_mask = None
     if second_target is not None:
@@ -171,10 +172,20 @@ def _predicted(target: Tensor, shift: bool) -> Tensor:
     return target[..., 1:] if shift else target
 
 
+def whole(t: Tensor) -> Tensor:
+    """Return the plain tensor of all ranks if `t` is a DTensor, and any other tensor unchanged.
+
+    Losses compute with values of all tokens, such as masks, that are plain on every rank.
+    """
+    return t.full_tensor() if hasattr(t, "device_mesh") else t  # type: ignore[attr-defined]
+
+
 def separated(
     loss: str, target: Tensor, cu_seqlens: Tensor | None, shift: bool, ignore_index: int = IGNORED
 ) -> Tensor:
     """Return the targets. Padding, and tokens that another sequence would predict, are ignored.
+
+    Targets that are a DTensor become plain.
 
     Raises:
         TypeError, ValueError: cu_seqlens are no bounds of the packed tokens, target is no tensor,
@@ -187,7 +198,7 @@ def separated(
         raise wrong(loss, ValueError, "ignore_index is", ignore_index, "an integer of 64 bits")
     if not isinstance(shift, int) or shift not in (0, 1):
         raise wrong(loss, TypeError, "shift is", repr(shift), "True or False")
-    target = class_indices(target)
+    target = whole(class_indices(target))
     if cu_seqlens is None:
         return target
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):

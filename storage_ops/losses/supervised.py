@@ -13,7 +13,7 @@ from storage_ops.divergence.api import linear_kl_div
 from storage_ops.loss.api import linear_cross_entropy
 from storage_ops.loss.call import is_number
 from storage_ops.losses.options import KdOptions, SftOptions
-from storage_ops.losses.sequences import IGNORED, check_returns, separated, wrong
+from storage_ops.losses.sequences import IGNORED, check_returns, separated, whole, wrong
 
 _OF_TOKENS = "nll", "entropy", "correct"  # results per token that the metrics need
 # With a smaller weight of the teacher, the relative weight of the targets may overflow.
@@ -94,7 +94,7 @@ def sft(
     )  # fmt: skip
     if not return_metrics:
         return call()
-    loss, *values = call(returns=("loss", *_OF_TOKENS))
+    loss, *values = map(whole, call(returns=("loss", *_OF_TOKENS)))
     return loss, _metrics(target[..., int(shift) :] != ignore_index, *values)
 
 

@@ -118,17 +118,17 @@ def calls_that_differ(rank):
     w, other = w[slices_of([22] * 3, rank)], torch.randint(VOCAB, (40,))
     alone = rank == 1
     for message, changed, options in [
-        ("the targets", {"target": other + 0 * rank if not alone else other.flip(0)}, {}),
-        ("the number of tokens", {"x": x[: 40 - alone], "target": target[: 40 - alone]}, {}),
-        ("the hidden size", {"x": x[:, : 8 - alone], "w": w[:, : 8 - alone]}, {}),
-        ("the token weights", {}, {"token_weight": torch.ones(40).index_fill(0, torch.tensor(3),
+        ("The targets", {"target": other + 0 * rank if not alone else other.flip(0)}, {}),
+        ("The number of tokens", {"x": x[: 40 - alone], "target": target[: 40 - alone]}, {}),
+        ("The hidden size", {"x": x[:, : 8 - alone], "w": w[:, : 8 - alone]}, {}),
+        ("The token weights", {}, {"token_weight": torch.ones(40).index_fill(0, torch.tensor(3),
                                                                             0.5 + 0.1 * rank)}),
         ("options", {}, {"label_smoothing": 0.1 * alone}),
         ("options", {}, {"reduction": "sum" if alone else "mean"}),
         ("options", {"x": x.clone().requires_grad_(alone)}, {}),
         ("options", {"x": x.float(), "w": w.float()} if alone else {}, {}),
         ("options", {}, {"valid_classes": 60 + alone}),
-        ("the divisor", {}, {"reduction": "sum", "divisor": torch.tensor(7.0 + alone)}),
+        ("The divisor", {}, {"reduction": "sum", "divisor": torch.tensor(7.0 + alone)}),
     ]:  # fmt: skip
         args = {"x": x, "w": w, "target": target, **changed}
         with pytest.raises(ValueError, match=f"{message}.* on ranks 0 and 1 .* differ"):
@@ -137,7 +137,7 @@ def calls_that_differ(rank):
     # The other ranks get an error that one rank raises by itself.
     for changed, error in (({"w": w[:0]}, ValueError), ({"target": target.short()}, TypeError)):
         args = {"x": x, "w": w, "target": target, **(changed if alone else {})}
-        kind, message = (error, "Expected") if alone else (ValueError, "rank 1 .* has refused")
+        kind, message = (error, "Expected") if alone else (ValueError, "Rank 1 .* has refused")
         with pytest.raises(kind, match=message):
             so.linear_cross_entropy(*args.values(), process_group=group)
         so.linear_cross_entropy(x, w, target, process_group=group)

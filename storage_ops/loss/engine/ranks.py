@@ -38,8 +38,8 @@ _agreed: WeakKeyDictionary[Any, set[tuple[int, ...]]] = WeakKeyDictionary()
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _COMPARED = (
-    "the number of tokens", "the hidden size", "dtypes and options, or what needs gradients",
-    "the targets", "the token weights", "the selected classes", "the divisor",
+    "The number of tokens", "The hidden size", "Dtypes and options, or what needs gradients",
+    "The targets", "The token weights", "The selected classes", "The divisor",
 )  # fmt: skip
 
 _REFUSED = -1  # replaces a rank's number of classes
@@ -274,7 +274,7 @@ def _compared(every: Tensor) -> list[int]:
     refused = [k for k, row in enumerate(rows) if row[0] == _REFUSED]
     if refused:
         raise ValueError(
-            f"linear_cross_entropy: rank {refused[0]} of process_group has refused its call. "
+            f"Rank {refused[0]} of `process_group` has refused its call. "
             "Expected a correct call on every rank. Read the error of that rank."
         )
     for index, name in enumerate(_COMPARED, 1):
@@ -282,7 +282,7 @@ def _compared(every: Tensor) -> list[int]:
         if others:
             values = f": {rows[0][index]} and {rows[others[0]][index]}" if index < 3 else ""
             raise ValueError(
-                f"linear_cross_entropy: {name} on ranks 0 and {others[0]} of process_group "
+                f"{name} on ranks 0 and {others[0]} of `process_group` "
                 f"differ{values}. Expected the same tokens and options on every rank, each with "
                 "its slice of the vocabulary. If the sequence is sharded, gather it first."
             )
@@ -320,7 +320,7 @@ def check(
         sizes = _compared(every)
         if sizes != assumed:
             raise ValueError(
-                f"linear_cross_entropy: the ranks have {sizes} classes, and the graph was traced "
+                f"The ranks of `process_group` have {sizes} classes, and the graph was traced "
                 f"for {assumed}. Call the loss outside of a trace first, so that ranks learn the "
                 "sizes of each other's slices."
             )
