@@ -35,6 +35,7 @@ _SCOPES = {"_enter_autocast", "_exit_autocast"}  # begin and end of autocast in 
 _GRADS = "_set_grad_enabled"
 # These ops may choose tokens, so that others need not be computed.
 _CHOOSING = {"getitem", "narrow", "select"}
+_INDEXING = ("gather", "getitem", "index_put", "scatter", "setitem")
 MOST = 256  # most nodes of a slice; a model has some tens of nodes after the logits
 
 
@@ -139,6 +140,21 @@ def forget_bounds(graph: fx.Graph) -> None:
                         graph.erase_node(node)
             if not size.users:
                 graph.erase_node(size)
+
+
+def join_sizes(graph: fx.Graph) -> None:
+    """Guard that logits and the indices into them have the same sizes, if their examples have.
+
+    If sizes become dynamic automatically, each input has symbols of its own. Most ops compare the
+    sizes of their arguments. Indexing does not, because it may read fewer tokens than there are.
+    """
+    for node in graph.nodes:
+        if _name(node).startswith(_INDEXING):
+            values = [_value(n) for n in node.all_input_nodes if _is_tensor(n)]
+            for index in values[1:]:
+                for a, b in zip(values[0].shape, index.shape, strict=False):
+                    if is_hinted(a) and is_hinted(b) and hint(a) == hint(b):
+                        bool(a == b)  # adds the guard, and makes one symbol of two
 
 
 def _is_mask(item: object) -> bool:

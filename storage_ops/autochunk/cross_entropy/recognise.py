@@ -28,6 +28,7 @@ from storage_ops.autochunk.cross_entropy.classes_last import classes_last
 from storage_ops.autochunk.cross_entropy.dynamo_slice import (
     ForwardSlice,
     forget_bounds,
+    join_sizes,
     products,
     slice_of,
     sweep,
@@ -76,6 +77,7 @@ def recognise(
     if in_body():
         return recognised
     forget_bounds(graph)
+    join_sizes(graph)
     least = LEAST if memory_budget is None else memory_budget
     least = 0 if num_chunks is not None else least
     try:
