@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, Literal, overload
 
 import torch
@@ -10,14 +11,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from storage_ops.divergence.api import linear_kl_div
+from storage_ops.divergence.checks import RULES
 from storage_ops.loss.api import linear_cross_entropy
 from storage_ops.loss.call import is_number
+from storage_ops.loss.checks import check_rules
 from storage_ops.losses.options import KdOptions, SftOptions
 from storage_ops.losses.sequences import IGNORED, check_returns, separated, whole, wrong
 
 _OF_TOKENS = "nll", "entropy", "correct"  # results per token that the metrics need
 # With a smaller weight of the teacher, the relative weight of the targets may overflow.
 _LEAST = 1e-6
+_DEFAULTS = {p.name: p.default for p in inspect.signature(linear_kl_div).parameters.values()}
 
 
 @overload
@@ -204,6 +208,8 @@ def kd(
         parts = []
         if alpha > 0:
             parts.append(alpha * soft(token_weight=target != ignore_index))
+        else:
+            check_rules("kd", RULES, {**_DEFAULTS, "temperature": temperature, **options})
         if alpha < 1:
             tolerance = options.get("gradient_tolerance", 0.0)
             parts.append((1 - alpha) * nll(gradient_tolerance=tolerance))

@@ -133,7 +133,20 @@ def _fail_leaf(kind: str, t: Tensor) -> NoReturn:
     )
 
 
-def _discard(t: Tensor, guard: str | None, streams: Iterable[torch.Stream], external: bool) -> None:
+def _checked(streams: Iterable[torch.Stream]) -> tuple[torch.Stream, ...]:
+    """Return streams as a tuple, because a class may wrap several tensors."""
+    found: tuple[object, ...] = tuple(streams) if isinstance(streams, Iterable) else (streams,)
+    for stream in found:
+        if not isinstance(stream, torch.Stream):
+            raise TypeError(
+                f"discard_storage: `streams` has {stream!r}. Expected a list of torch.Stream."
+            )
+    return found  # type: ignore[return-value]
+
+
+def _discard(
+    t: Tensor, guard: str | None, streams: tuple[torch.Stream, ...], external: bool
+) -> None:
     if t.is_cuda and t.layout == torch.strided:  # other tensors raise an error below
         for stream in (torch.cuda.current_stream(t.device), *streams):
             _OPS._record_stream(t, stream.stream_id, stream.device_index, stream.device_type)
@@ -173,7 +186,7 @@ def discard_storage(
             mark a tensor that another library reads through DLPack: do not discard one.
 
     Raises:
-        TypeError: `t` is not a tensor.
+        TypeError: `t`, `guard` or one of `streams` is of another type.
         RuntimeError: `t` is a Parameter, a leaf that requires grad or a view of one, without
             `allow_leaf`. A `detach()` of one is not recognised, and in compiled code only a
             Parameter is. Other code may use the bytes, without `allow_external`. `t` is sparse,
@@ -192,16 +205,18 @@ def discard_storage(
         if not allow_leaf and _is_parameter(t):
             _fail_leaf("Parameter", t)
         return
+    if guard is not None and not isinstance(guard, str):
+        raise TypeError(f"discard_storage: `guard` is {guard!r}. Expected a string or None.")
+    all_streams = _checked(streams) if streams != () else ()
     if type(t) in _PLAIN:
         if not allow_leaf:
             _refuse_leaf(t)
-        _discard(t, guard, streams, allow_external)
+        _discard(t, guard, all_streams, allow_external)
         return
     if not allow_leaf and isinstance(t, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             for part in (t, *locals_of("discard_storage", "t", t)):
                 _refuse_leaf(part)
-    all_streams = tuple(streams)  # may be an iterator, but the class may wrap several tensors
     _on_subclasses(
         "discard_storage",
         lambda part: _discard(part, guard, all_streams, allow_external),

@@ -1,15 +1,17 @@
 """explain_policy lists every op with its count, bytes, decision and FLOPs."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
 from storage_ops import policies
 
-from .blocks import Model, make_input, step
+from .blocks import Model, Ops, make_input, step
 
 
 def test_a_small_function_by_hand():
@@ -97,3 +99,28 @@ def test_flops_of_attention_and_convolution():
     convolution = nn.Conv2d(3, 8, 3, bias=False)
     table = so.explain_policy(convolution, torch.randn(2, 3, 6, 6), policy="attention")
     assert table.flops == table.recompute_flops == 2 * (2 * 4 * 4 * 8) * (3 * 3 * 3)
+
+
+def test_saved_results_that_are_modified_count_as_recomputed():
+    def fn(x, w):
+        h = x @ w
+        with torch.no_grad():
+            h[0].mul_(2)
+        return (h.sin() @ w).cos()
+
+    w = torch.randn(8, 8, requires_grad=True)
+    call = fn, torch.randn(4, 8), w
+    (first, second) = (
+        r for r in so.explain_policy(*call, policy="matmuls").rows if r.op == "aten.mm"
+    )
+    assert {first.saved, second.saved} == {True, False} and first.count == second.count == 1
+    context_fn = partial(so.policies.contexts, so.policies.matmuls)
+    with pytest.warns(UserWarning, match=r"modifies in place results of aten\.mm"):
+        y = checkpoint(*call, use_reentrant=False, context_fn=context_fn)
+    with Ops() as ops:
+        torch.autograd.grad(y.sum(), w)
+    assert ops.count["mm"] == 1 + 3  # one runs again, three are gradients
+    with torch.inference_mode():
+        so.explain_policy(*call, policy="matmuls")
+    gru = so.explain_policy(nn.GRU(4, 8), torch.randn(3, 2, 4), policy="matmuls")
+    assert any(not row.saved and row.flops for row in gru.rows)

@@ -1,5 +1,6 @@
 """Options of checkpointed layers: a predicate, contexts, early stop, debugging, hooks."""
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -106,6 +107,17 @@ def test_contexts_of_the_caller():
 def test_contexts_and_rules_exclude_one_another(options, message):
     with pytest.raises(ValueError, match=message):
         so.CheckpointWrapper(nn.Linear(4, 4), context_fn=lambda: (None, None), **options)
+
+
+@pytest.mark.parametrize("contexts", [None, (), (1, 2), (contextlib.nullcontext(),)])
+def test_a_context_fn_that_returns_no_two_contexts(contexts):
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    wrapped = so.CheckpointWrapper(nn.Linear(4, 4), context_fn=lambda: contexts)
+    discarding = so.output_discard(layer, torch.exp, context_fn=lambda: contexts)
+    debugging = so.output_discard(layer, torch.exp, context_fn=lambda: contexts, debug=True)
+    for call in (wrapped, discarding, debugging, lambda x: so.graph.trace_step(discarding, x)):
+        with pytest.raises(TypeError, match=r"`context_fn` returns .*\. Expected two context"):
+            call(x)
 
 
 def test_options_of_a_wrong_type():

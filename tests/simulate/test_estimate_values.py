@@ -325,3 +325,21 @@ def test_numbers_on_the_meta_device_are_known(make):
         torch.empty(3, device="meta"),
     )
     assert run.kept_bytes - run.input_bytes >= 4 * 1024**2
+
+
+@pytest.mark.parametrize("create", [torch.tensor, torch.as_tensor])
+def test_lists_of_tensors_become_tensors(create):
+    lengths = torch.randint(1, 200, (2, 3), dtype=torch.int32)
+
+    def padded(lengths, width=256):
+        last = create([[row.max(), row.min()] for row in lengths])
+        assert last.dtype == torch.int32
+        return torch.ones(int(last.amax()), width).sum(0)
+
+    e = estimate(padded, lengths)
+    with so.memory.measure() as m:
+        padded(lengths)
+    slack = 512 * (len(e.at_peak) + 8)
+    assert abs(e.peak_bytes - e.input_bytes - m.peak_bytes) < slack
+    with pytest.raises(RuntimeError, match="which depend on argmax"):
+        estimate(lambda x: create([x.argmax()]), torch.empty(4, device="meta"))

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import storage_ops as so
 
@@ -49,6 +50,26 @@ def test_a_refused_destination_that_numpy_reads_does_not_change_the_source(path)
     with pytest.raises(RuntimeError, match="`dst` has bytes that torch cannot resize"):
         so.share_storage(dst, src)
     assert src.untyped_storage().resizable() and array.sum() == 4
+
+
+@pytest.mark.parametrize("subclass", [False, True])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"guard": 5}, "`guard` is 5. Expected a string or None"),
+        ({"guard": b"gone"}, "`guard` is b'gone'. Expected"),
+        ({"streams": [1]}, "`streams` has 1. Expected a list of torch.Stream"),
+        ({"streams": [None]}, "`streams` has None. Expected"),
+        ({"streams": 3}, "`streams` has 3. Expected"),
+    ],
+)
+def test_options_of_another_type(path, options, message, subclass):
+    t = TwoTensor(torch.ones(4), torch.ones(4)) if subclass else torch.ones(4)
+    with pytest.raises(TypeError, match=message):
+        so.discard_storage(t, **options)
+    assert not so.is_discarded(t)
+    so.discard_storage(t, streams=iter([torch.Stream(device="cpu")]))
+    assert so.is_discarded(t)
 
 
 def test_discarded_source(path):

@@ -179,8 +179,9 @@ def test_streams_are_recorded_on_every_tensor(monkeypatch):
     monkeypatch.setattr(
         so.storage.storage, "_discard", lambda t, guard, streams, external: seen.append(streams)
     )
-    so.discard_storage(TwoTensor(torch.ones(1), torch.ones(1)), streams=iter(["one", "two"]))
-    assert seen == [("one", "two")] * 2
+    streams = torch.Stream(device="cpu"), torch.Stream(device="cpu")
+    so.discard_storage(TwoTensor(torch.ones(1), torch.ones(1)), streams=iter(streams))
+    assert seen == [streams] * 2
 
 
 def test_a_result_is_freed_only_after_its_collective(path, tmp_path):

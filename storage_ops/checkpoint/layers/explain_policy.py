@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 
@@ -118,8 +118,8 @@ def explain_policy(
     """Run a function once, and show what a policy would save and recompute.
 
     Nothing is checkpointed. A result that is not saved counts as recomputed. A real checkpoint
-    stops when backward has all tensors that it needs, so it may recompute less. It recomputes a
-    saved result that is modified in place, such as those of `nn.GRU` on a CPU, and warns.
+    stops when backward has all tensors that it needs, so it may recompute less. A saved result that
+    the function modifies in place counts as recomputed, such as those of `nn.GRU` on a CPU.
 
     Args:
         fn: a function or module; args and kwargs are passed to it.
@@ -148,17 +148,38 @@ def explain_policy(
     resolved = policy_of(cfg, fn if isinstance(fn, nn.Module) else nn.Module())
     with _Explaining(resolved) as mode:
         fn(*args, **kwargs)
-    recomputed = sum(row.flops for row in mode.rows.values() if not row.saved)
-    for row in mode.rows.values():
+    rows: dict[tuple[str, bool | str], OpRow] = {}
+    for call in mode.calls:
+        saved = call.saved if call.is_unchanged else False
+        row = rows.setdefault((call.op, saved), OpRow(call.op, saved))
+        row.count += 1
+        row.nbytes += call.nbytes
+        row.flops += call.flops
+    recomputed = sum(row.flops for row in rows.values() if not row.saved)
+    for row in rows.values():
         if recomputed and not row.saved:
             row.recompute_share = row.flops / recomputed
-    return PolicyTable(tuple(sorted(mode.rows.values(), key=lambda r: (-r.nbytes, -r.flops, r.op))))
+    return PolicyTable(tuple(sorted(rows.values(), key=lambda r: (-r.nbytes, -r.flops, r.op))))
+
+
+class _Call(NamedTuple):
+    op: str
+    saved: bool | str
+    nbytes: int
+    flops: int
+    versions: list[tuple[Tensor, int]]  # of saved results and their views
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Return True if no saved result was modified in place."""
+        return all(t._version == version for t, version in self.versions)
 
 
 class _Explaining(TorchDispatchMode):
     def __init__(self, policy: Policy | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.rows: dict[tuple[str, bool | str], OpRow] = {}
+        self.calls: list[_Call] = []
+        self._versions: dict[int, list[tuple[Tensor, int]]] = {}  # by the key of the storage
         self._policy = None if policy is None else begin(policy)
 
     def __torch_dispatch__(
@@ -174,10 +195,15 @@ class _Explaining(TorchDispatchMode):
         saved: bool | str = self._policy is not None and saves_result(
             self._policy, ctx, op, args, kwargs
         )
-        name = readable(name_of(op))
-        row = self.rows.setdefault((name, saved), OpRow(name, saved))
-        row.count += 1
-        results = by_storage(tensors_in(out)).items()
-        row.nbytes += sum(t.nbytes for key, t in results if key not in inputs)
-        row.flops += flops_of(op, args, kwargs, out)
+        name, nbytes = readable(name_of(op)), 0
+        versions: list[tuple[Tensor, int]] = []
+        for key, t in by_storage(tensors_in(out)).items():
+            if key not in inputs:
+                nbytes += t.nbytes
+                if saved and not t.is_inference():
+                    self._versions[key] = versions
+            # A view may have a version counter of its own.
+            if key in self._versions:
+                self._versions[key].append((t, t._version))
+        self.calls.append(_Call(name, saved, nbytes, flops_of(op, args, kwargs, out), versions))
         return out

@@ -19,6 +19,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.utils import checkpoint as torch_checkpoint
 
+from storage_ops.checkpoint.region.options import contexts_of
 from storage_ops.checkpoint.region.torch_checkpoint import policy_of
 from storage_ops.checkpoint.saved.snapshots import with_snapshots
 from storage_ops.checkpoint.state.execution import gpus_in_use, rng_of
@@ -87,7 +88,7 @@ def _set(states: list[_RandomState]) -> None:
 def _contexts(
     context_fn: Callable[[], Any] | None, discards: bool, preserve_rng_state: bool
 ) -> tuple[Any, Any]:
-    forward, recompute = (context_fn or _recompute_all)()
+    forward, recompute = contexts_of(context_fn or _recompute_all)
     if detect_fake_mode() is None:
         # A backend such as "eager" runs the checkpoint, and torch then repeats no random numbers.
         states: list[_RandomState] = []

@@ -16,6 +16,25 @@ DeterminismCheck = Literal["default", "checksum", "none"]
 CHECKS: tuple[DeterminismCheck, ...] = get_args(DeterminismCheck)
 
 
+def contexts_of(context_fn: ContextFn) -> tuple[Any, ...]:
+    """Return the context managers for the forward and for the recompute.
+
+    Raises:
+        TypeError: the function returns something else.
+    """
+    contexts = context_fn()
+    if (
+        not isinstance(contexts, (tuple, list))
+        or len(contexts) != 2
+        or not all(hasattr(context, "__exit__") for context in contexts)
+    ):
+        raise TypeError(
+            f"`context_fn` returns {contexts!r}. Expected two context managers, for the forward "
+            "and for the recompute."
+        )
+    return tuple(contexts)
+
+
 @dataclass(frozen=True)
 class Options:
     """The settings of a region besides its function and arguments."""

@@ -26,7 +26,7 @@ from storage_ops import _library
 from storage_ops.checkpoint.region.backward_pass import current_group
 from storage_ops.checkpoint.region.errors import explain_difference, explain_lost_memory
 from storage_ops.checkpoint.region.inputs import Inputs, forget_hooks, leaves_of
-from storage_ops.checkpoint.region.options import Options
+from storage_ops.checkpoint.region.options import Options, contexts_of
 from storage_ops.checkpoint.region.region import Region, serials
 from storage_ops.checkpoint.saved import guard, saved_tensors
 from storage_ops.checkpoint.saved.outputs import DiscardableOutput, producers
@@ -85,7 +85,7 @@ def plain_region(
     if snapshot is None:
         return None
     name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
-    contexts = options.context_fn() if options.context_fn else ()
+    contexts = contexts_of(options.context_fn) if options.context_fn else ()
     checks = options.determinism_check != "none"
     return _native.PlainRegion(
         fn, inputs, *snapshot, F.scaled_dot_product_attention, contexts, options, name,

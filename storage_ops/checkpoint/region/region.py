@@ -25,7 +25,7 @@ from storage_ops.checkpoint.region.backward_pass import current_pass, end_backwa
 from storage_ops.checkpoint.region.call_in import call_in
 from storage_ops.checkpoint.region.errors import explain_difference, explain_lost_memory
 from storage_ops.checkpoint.region.inputs import Inputs, leaves_of
-from storage_ops.checkpoint.region.options import Options
+from storage_ops.checkpoint.region.options import Options, contexts_of
 from storage_ops.checkpoint.region.outputs import Outputs
 from storage_ops.checkpoint.region.rows import SavedBytes
 from storage_ops.checkpoint.saved import saved_tensors
@@ -90,7 +90,7 @@ class Region:
         self.options = options
         self._serial = next(serials)
         self._fn: Callable[..., Any] | None = fn
-        contexts = options.context_fn() if options.context_fn else ()
+        contexts = contexts_of(options.context_fn) if options.context_fn else ()
         self._inputs: Inputs | None = Inputs(args, kwargs)
         self._state: ExecutionState | Snapshot | None
         # The captured tensors are kept until the forward has run.

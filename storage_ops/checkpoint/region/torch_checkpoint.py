@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from storage_ops.checkpoint.region.options import contexts_of
 from storage_ops.foundation import regions
 
 # The function that wraps the forward of a region that is not reentrant. Torch 2.15 has it under
@@ -25,7 +26,7 @@ def policy_of(
     context_fn: Callable[[], Any],
 ) -> tuple[regions.Policy | None, contextlib.AbstractContextManager[Any]]:
     """Return the policy that a checkpoint's `context_fn` stands for, and its forward's context."""
-    forward, _ = context_fn()
+    forward, _ = contexts_of(context_fn)
     if isinstance(forward, torch_checkpoint._CachingTorchDispatchMode):
         return forward.policy_fn, contextlib.nullcontext()
     return None, forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.patches.packed import OF_PACKED, call_packed
@@ -81,6 +82,8 @@ class Functions(TorchFunctionMode):
             and len(args) > 1
         ):
             return torch.sparse_coo_tensor(*args[1:])
+        if func in (torch.tensor, torch.as_tensor):
+            args, kwargs = _with_numbers(self._simulation, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if func in _OF_NUMBERS and result.is_meta:
             place = 1 if func is Tensor.new_tensor else 0
@@ -96,6 +99,21 @@ def _offer_numbers(simulation: Simulation, t: Tensor, data: Any) -> None:
     with no_dispatch(), torch._C.DisableTorchFunction():
         numbers = torch.tensor(data, dtype=t.dtype, device="cpu")
     simulation.values.offer(simulation.twins.of(t), numbers)
+
+
+def _with_numbers(
+    simulation: Simulation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `torch.tensor` with numbers for the tensors of a list.
+
+    torch reads such tensors without an op.
+    """
+    data = args[0] if args else None
+    leaves = tree_leaves(data)
+    if isinstance(data, Tensor) or not leaves or not all(isinstance(t, Tensor) for t in leaves):
+        return args, kwargs
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in leaves))
+    return (tree_map(simulation.listed, data), *args[1:]), {"dtype": dtype, **kwargs}
 
 
 def _with_tensors_of_lengths(
