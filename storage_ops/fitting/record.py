@@ -140,7 +140,7 @@ class _StandIn(torch.autograd.Function):
         ctx: Any, recorder: Recorder, call: LayerCall, outputs: Sequence[Like], *tensors: Tensor
     ) -> Any:
         ctx.recorder, ctx.call = recorder, call
-        inputs = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
+        inputs = tensors[: sum(isinstance(a, Like) for a in tree_leaves(call.args))]
         ctx.save_for_backward(*inputs)
         ctx.num_inputs = len(inputs)
         names = enumerate(_plain_parameters(call.unit.module), len(inputs))
@@ -352,7 +352,7 @@ class Recorder:
                 return plain(*args, **kwargs)
             # A later run would see what this one leaves in a cache. Checkpointed layers get none.
             args, kwargs = without_cache(unit.module, args, kwargs, always=True)
-            inputs = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             named = dict(unit.module.named_parameters())
             inside = [p for p in named.values() if is_spread(p)]
             refused = [t for t in inputs if is_wrapper(t)]
@@ -365,7 +365,7 @@ class Recorder:
                 )
             autocast = autocast_dtypes()
             like = tree_map_only(Tensor, self._like, (args, kwargs))
-            settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
+            settings = (x if isinstance(x, Like) else repr(x) for x in tree_leaves(like))
             gathered = {name: Like.of(named[name]) for name in spread if not is_spread(named[name])}
             start = self.step_ledger.mark()
             kind, run = self._run_once(
@@ -468,8 +468,3 @@ class _InputOutput:
     """An output of a layer that is one of its inputs."""
 
     number: int
-
-
-def leaves_of(value: object) -> list[Any]:
-    """Return the leaves of a tree."""
-    return tree_flatten(value)[0]
