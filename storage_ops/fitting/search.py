@@ -43,6 +43,7 @@ from storage_ops.simulate.module_kinds import Kinds
 from storage_ops.simulate.rates import rates_for
 from storage_ops.simulate.step import (
     arguments,
+    batches_of,
     check_accumulate,
     check_loss,
     is_gpu,
@@ -124,12 +125,8 @@ class Search:
         allowed = checked(actions)
         check_plain(model, loss)
         warn_of_eval_mode(model, "fit")
-        batches = batch if isinstance(batch, list) else [batch]
-        if not batches:
-            raise ValueError("`batch` is an empty list. Expected at least one batch.")
-        for batch_of_list in batches:
-            arguments(batch_of_list)
-        warn_of_missing_labels(model, batch, loss, "fit")
+        batches = batches_of(batch)
+        warn_of_missing_labels(model, batches, loss, "fit")
         self._model, self._batches = model, batches
         self._loss, self._optimizer, self._device = loss, optimizer, device
         self._accumulate = accumulate

@@ -191,9 +191,7 @@ def simulate_step(
     check_module(model)
     check_accumulate(accumulate)
     check_loss(loss)
-    batches = batch if isinstance(batch, list) else [batch]
-    if not batches:
-        raise ValueError("`batch` is an empty list. Expected at least one batch.")
+    batches = batches_of(batch)
     on_gpu, workspace = is_gpu(model, batches, device), workspace_bytes(device, model)
     rates = rates_for(device, model)
     assumption = Assumption(assume)
@@ -232,6 +230,20 @@ def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | No
         batch_tensors = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
         return "cpu" not in {t.device.type for t in list(model.parameters()) or batch_tensors}
     return kind_of(device) == "cuda"
+
+
+def batches_of(batch: object) -> list[Any]:
+    """Return the batches of a list, or a list with the only batch.
+
+    Raises:
+        TypeError, ValueError: the list is empty, or a batch is of another kind.
+    """
+    batches = batch if isinstance(batch, list) else [batch]
+    if not batches:
+        raise ValueError("`batch` is an empty list. Expected at least one batch.")
+    for single in batches:
+        arguments(single)
+    return batches
 
 
 def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
