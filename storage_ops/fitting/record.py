@@ -25,7 +25,6 @@ from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.foundation.tensor_spec import TensorSpec
-from storage_ops.loss.planning.devices import Rates
 from storage_ops.progress import say
 from storage_ops.simulate.gradients import (
     earlier_gradients,
@@ -44,6 +43,7 @@ from storage_ops.simulate.ranks.fsdp import (
     gathered_inside,
     sharded_parameters,
 )
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.step import arguments, check_value, outside_autocast
 from storage_ops.simulate.values.assume import Assumption
 from storage_ops.simulate.values.known import Known
@@ -189,18 +189,15 @@ class Recorder:
     """Runs a step with stand-ins in place of layers."""
 
     def __init__(
-        self, units: list[Unit], kinds: Kinds, on_gpu: bool, rates: Rates, workspace: int,
-        accumulate: bool, assumption: Assumption,
+        self, units: list[Unit], kinds: Kinds, device: SimulatedDevice, accumulate: bool,
+        assumption: Assumption,
     ) -> None:  # fmt: skip
-        """Start without records.
-
-        `workspace`: bytes of cuBLAS per thread. `accumulate`: as in `fit`.
-        """
-        self.step_ledger = StepLedger(on_gpu, rates, assumption)
-        self._workspace, self.accumulate = workspace, accumulate
+        """Start without records. `accumulate`: as in `fit`."""
+        self.step_ledger = StepLedger(device, assumption)
+        self._workspace, self.accumulate = device.workspace, accumulate
         self.recording = StepRecording()
         self._units = units
-        self._times = OpTimes(rates)
+        self._times = OpTimes(device.rates)
         self._kinds = kinds
         self._sharded: set[int] = set()  # the ids of parameters that FSDP gathers
         self._outputs = Variants[_Outputs | None]()

@@ -24,7 +24,7 @@ from storage_ops.checkpoint.state.left_behind import Namespaces, remove_left_beh
 from storage_ops.checkpoint.state.unchanged import unchanged
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.loss.planning.devices import Rates, standing_for
+from storage_ops.loss.planning.devices import standing_for
 from storage_ops.measure.calls import ONE_AT_A_TIME, Around, around_calls
 from storage_ops.measure.measurement import Life, Measurement, Sample
 from storage_ops.measure.owners import (
@@ -51,6 +51,7 @@ from storage_ops.simulate.patches.hf import branches_of_a_run
 from storage_ops.simulate.ranks.collectives import propagation_unseen
 from storage_ops.simulate.ranks.ddp import ddp_simulated, reducers_renewed
 from storage_ops.simulate.ranks.fsdp import GATHERED, REDUCED, fsdp_simulated
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption, name_of, users_line
 from storage_ops.storage.storage import share_storage
 
@@ -237,12 +238,14 @@ def note_roles(
 @contextlib.contextmanager
 def simulating(
     ledger: Ledger, captured: Captured, args: Args, kwargs: Kwargs, assumption: Assumption,
-    on_gpu: bool = True, rates: Rates | None = None,
+    device: SimulatedDevice | None = None,
 ) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
     """Simulate ops on fake tensors in a with block. Yield the mode and the arguments of the call.
 
-    `rates`: rates of the GPU for which losses plan, if it is not the device of the tensors.
+    Losses plan for the device, unless the tensors are on a GPU. Without a device, ops run as on a
+    GPU, and losses plan for the device of the tensors.
     """
+    on_gpu = device is None or device.is_gpu
     simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
@@ -269,7 +272,9 @@ def simulating(
         elsewhere = on_gpu and not any(t.is_cuda for t in captured.tensors)
         if elsewhere and not on_meta:
             stack.enter_context(autocast_of_gpu())
-        stack.enter_context(standing_for(rates if elsewhere else None))
+        stack.enter_context(
+            standing_for(device.rates if elsewhere and device is not None else None)
+        )
         stack.enter_context(simulation)
         if on_meta:
             stack.enter_context(autocast_off_on_meta())

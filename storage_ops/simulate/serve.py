@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.foundation.ledger import Ledger
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.owners import BATCH, BUFFERS, PARAMETERS, WORKSPACES, by_kind
 from storage_ops.progress import showing
 from storage_ops.quantities import Tabular, readable
 from storage_ops.simulate.captured import Captured
 from storage_ops.simulate.estimate import call_simulated, note_roles, noting, settle, simulating
-from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
+from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.mode import Simulation
-from storage_ops.simulate.rates import rates_for
-from storage_ops.simulate.step import is_gpu
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption
 
 if TYPE_CHECKING:
@@ -103,8 +101,8 @@ def simulate_serving(
             f"`model` is a {type(model).__name__}, which has no cache. Expected a model that "
             "generates text."
         )
-    on_gpu, rates = is_gpu(model, [inputs], device), rates_for(device, model)
-    ledger = Ledger() if on_gpu else Ledger(round_up=int)
+    simulated_device = SimulatedDevice.of(device, model, [inputs])
+    ledger = simulated_device.ledger()
     captured = Captured(model, (), inputs)
     roles: dict[Any, str] = {}
     cache_bytes: Counter[str] = Counter()
@@ -129,7 +127,7 @@ def simulate_serving(
             note_roles(roles, kind, tensors, simulation)
 
     alone, shown = ONE_AT_A_TIME, showing("simulating generation")
-    simulated = simulating(ledger, captured, (), inputs, Assumption(None), on_gpu, rates)
+    simulated = simulating(ledger, captured, (), inputs, Assumption(None), simulated_device)
     calls = around_calls(model, noting(ledger))
     with alone, shown, calls, simulated as (simulation, _, prompt), torch.no_grad():
         note_roles(roles, PARAMETERS, model.parameters(), simulation)
@@ -137,7 +135,7 @@ def simulate_serving(
         note_roles(roles, BATCH, tree_leaves(prompt), simulation)
         call_simulated(generate, (simulation, prompt), {})
         if simulation.multiplies:
-            workspaces = keep_workspaces(ledger, workspace_bytes(device, model), threads=1)
+            workspaces = keep_workspaces(ledger, simulated_device.workspace, threads=1)
             roles |= dict.fromkeys(workspaces, WORKSPACES)
         levels = ledger.levels()
         settled = settle(ledger, roles)

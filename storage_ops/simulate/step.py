@@ -19,7 +19,6 @@ from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.loss.planning.devices import Rates
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.measurement import Measurement
 from storage_ops.measure.owners import (
@@ -48,7 +47,7 @@ from storage_ops.simulate.gradients import (
     with_dense_gradients,
     without_gradients,
 )
-from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
+from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.layers.replay import NotReplayable
 from storage_ops.simulate.layers.replay_cache import Quick
 from storage_ops.simulate.mode import Simulation
@@ -58,7 +57,7 @@ from storage_ops.simulate.ranks.collectives import (
     is_sharded_alone,
     updated_locally,
 )
-from storage_ops.simulate.rates import kind_of, rates_for
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption
 
 if TYPE_CHECKING:
@@ -71,15 +70,13 @@ LOSS = "loss"  # the owner of the loss's tensors, in place of a module's name
 
 
 class _StepOptions(NamedTuple):
-    """The objects and options of a simulation, and the device."""
+    """The objects and options of a simulation."""
 
     args: Any
     kwargs: Any
     loss: Any
     optimizer: Optimizer | None
-    on_gpu: bool
-    rates: Rates
-    workspace: int  # bytes of cuBLAS's workspace in each thread
+    device: SimulatedDevice
     assumption: Assumption
     accumulate: bool  # whether gradients exist from the start
 
@@ -192,21 +189,20 @@ def simulate_step(
     check_accumulate(accumulate)
     check_loss(loss)
     batches = batches_of(batch)
-    on_gpu, workspace = is_gpu(model, batches, device), workspace_bytes(device, model)
-    rates = rates_for(device, model)
+    simulated_device = SimulatedDevice.of(device, model, batches)
     assumption = Assumption(assume)
     loss = as_it_runs(loss)
     steps = []
     for index, batch_of_step in enumerate(batches):
         args, kwargs = arguments(batch_of_step)
         options = _StepOptions(
-            args, kwargs, loss or loss_of, optimizer_of(model, optimizer), on_gpu, rates, workspace,
+            args, kwargs, loss or loss_of, optimizer_of(model, optimizer), simulated_device,
             assumption, accumulate,
         )  # fmt: skip
         step = _quickly(model, options) or _simulate(model, options)
         step.batch = index
         step.subject = f"Step of {class_of(uncompiled(model)).__name__}"
-        step.device = rates.name if device is None else str(device)
+        step.device = simulated_device.rates.name if device is None else str(device)
         steps.append(step)
     return max(steps, key=lambda step: step.peak_bytes)
 
@@ -218,18 +214,6 @@ def check_accumulate(accumulate: object) -> None:
             f"`accumulate` is {accumulate!r}. Expected True if gradients of several batches are "
             "added up, or False."
         )
-
-
-def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | None) -> bool:
-    """Return True if sizes are those of a GPU. Without parameters, the batches' device decides.
-
-    Raises:
-        ValueError: the device is not known.
-    """
-    if device is None:
-        batch_tensors = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
-        return "cpu" not in {t.device.type for t in list(model.parameters()) or batch_tensors}
-    return kind_of(device) == "cuda"
 
 
 def batches_of(batch: object) -> list[Any]:
@@ -341,7 +325,7 @@ def _quickly(model: nn.Module, options: _StepOptions) -> StepEstimate | None:
         return None
     refused: set[nn.Module] = set()
     for _ in range(_ATTEMPTS):
-        quick = Quick(model, options[-1], refused)
+        quick = Quick(model, options.accumulate, refused)
         try:
             step = _simulate(model, options, quick)
         except NotReplayable as error:
@@ -357,8 +341,8 @@ def _quickly(model: nn.Module, options: _StepOptions) -> StepEstimate | None:
 
 
 def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = None) -> StepEstimate:
-    args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = options
-    ledger = Ledger() if on_gpu else Ledger(round_up=int)
+    args, kwargs, loss, optimizer, device, assumption, accumulate = options
+    ledger = device.ledger()
     captured = Captured((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}
 
@@ -385,7 +369,7 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
                 optimizer.step()
         note_optimizers(roles, captured, simulation)  # includes optimizers that step in hooks
 
-    simulated = simulating(ledger, captured, args, kwargs, assumption, on_gpu, rates)
+    simulated = simulating(ledger, captured, args, kwargs, assumption, device)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
     lock, progress = ONE_AT_A_TIME, showing("simulating a step")
     with lock, progress, gradients, calls, simulated as (simulation, *moved):
@@ -409,7 +393,7 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
         state_blocks = {block for block, role in roles.items() if role == STATE}
         _move_to_start(ledger, state_blocks.difference(ledger.inputs))
         if simulation.multiplies:
-            roles |= dict.fromkeys(keep_workspaces(ledger, workspace), WORKSPACES)
+            roles |= dict.fromkeys(keep_workspaces(ledger, device.workspace), WORKSPACES)
         settled = settle(ledger, roles)
         sent = dict(simulation.sent)
     _check_discards(ledger, quick)
