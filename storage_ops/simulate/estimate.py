@@ -182,19 +182,17 @@ def estimate(
         for root in captured.roots:
             stack.enter_context(around_calls(root, noting(ledger)))
         simulation, args, kwargs = stack.enter_context(simulated)
-        for root in captured.roots:
-            note_roles(roles, PARAMETERS, root.parameters(), simulation)
-            note_roles(roles, BUFFERS, root.buffers(), simulation)
+        note_modules(roles, captured.roots, simulation)
         note_optimizers(roles, captured, simulation)
         result = call_simulated(fn, args, kwargs)
         for root in captured.roots:
             note_roles(roles, GRADIENTS, (p.grad for p in root.parameters()), simulation)
         note_optimizers(roles, captured, simulation)
         estimated = Estimate(
-            sent_bytes=dict(simulation.sent),
+            input_bytes=sum(block.nbytes for block in ledger.inputs),
             subject=getattr(fn, "__name__", type(fn).__name__),
             device="a GPU",
-            **settle(ledger, roles),
+            **settle(simulation, roles),
         )
         del result
     return estimated
@@ -223,6 +221,15 @@ def note_optimizers(roles: dict[Block, str], held: Captured, simulation: Simulat
         note_roles(roles, PARAMETERS, parameters, simulation)
         note_roles(roles, GRADIENTS, (p.grad for p in parameters), simulation)
         note_roles(roles, STATE, tree_leaves(list(optimizer.state.values())), simulation)
+
+
+def note_modules(
+    roles: dict[Block, str], modules: Iterable[nn.Module], simulation: Simulation
+) -> None:
+    """Record the blocks of parameters and buffers of modules."""
+    for module in modules:
+        note_roles(roles, PARAMETERS, module.parameters(), simulation)
+        note_roles(roles, BUFFERS, module.buffers(), simulation)
 
 
 def note_roles(
@@ -390,8 +397,12 @@ def share_copies() -> bool:
         return dst.data_ptr() != src.data_ptr()
 
 
-def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
-    """Return the fields of an `Estimate` from the ledger and the known owners in `roles`."""
+def settle(simulation: Simulation, roles: Mapping[Block, str]) -> dict[str, Any]:
+    """Return the fields of an `Estimate` or a `StepEstimate` at the end of a simulation.
+
+    `roles`: the known owners.
+    """
+    ledger = simulation.ledger
     levels = ledger.levels()
     seconds = [0.0, *(at for at, _, _ in ledger.events)]
     peak = max(levels)
@@ -413,7 +424,7 @@ def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
             at_peak.append(block)
             by_owner[owner] += block.nbytes
     return {
-        "peak_bytes": peak, "kept_bytes": levels[-1], "input_bytes": levels[0],
+        "peak_bytes": peak, "kept_bytes": levels[-1], "sent_bytes": dict(simulation.sent),
         "timeline": [Sample(at, level) for at, level in zip(seconds, levels, strict=True)],
         "at_peak": sorted(at_peak, key=lambda block: -block.nbytes), "lives": lives,
         "by_owner": {owner: n for owner, n in by_owner.most_common() if n},

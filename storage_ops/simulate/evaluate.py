@@ -12,11 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops.foundation.ledger import Block
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
-from storage_ops.measure.owners import BATCH, BUFFERS, PARAMETERS, STATE, WORKSPACES
+from storage_ops.measure.owners import BATCH, STATE, WORKSPACES
 from storage_ops.progress import showing
 from storage_ops.simulate.captured import Captured
 from storage_ops.simulate.compiled import as_it_runs
-from storage_ops.simulate.estimate import call_simulated, note_roles, noting, settle, simulating
+from storage_ops.simulate.estimate import (
+    call_simulated,
+    note_modules,
+    note_roles,
+    noting,
+    settle,
+    simulating,
+)
 from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.rates import SimulatedDevice
@@ -103,15 +110,10 @@ def simulate_evaluation(
     calls = around_calls(model, noting(ledger))
     simulated = simulating(ledger, captured, args, kwargs, Assumption(None), simulated_device)
     with alone, shown, calls, simulated as (simulation, *moved), torch.no_grad():
-        for module in (model, *captured.roots):
-            note_roles(roles, PARAMETERS, module.parameters(), simulation)
-            note_roles(roles, BUFFERS, module.buffers(), simulation)
+        note_modules(roles, (model, *captured.roots), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)
         call_simulated(evaluate, (simulation, *moved[0]), moved[1])
         if simulation.multiplies:
             workspaces = keep_workspaces(ledger, simulated_device.workspace)
             roles |= dict.fromkeys(workspaces, WORKSPACES)
-        settled = settle(ledger, roles)
-        sent = dict(simulation.sent)
-    del settled["input_bytes"]
-    return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
+        return StepEstimate(**settle(simulation, roles))

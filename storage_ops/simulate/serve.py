@@ -13,11 +13,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
-from storage_ops.measure.owners import BATCH, BUFFERS, PARAMETERS, WORKSPACES, by_kind
+from storage_ops.measure.owners import BATCH, WORKSPACES, by_kind
 from storage_ops.progress import showing
 from storage_ops.quantities import Tabular, readable
 from storage_ops.simulate.captured import Captured
-from storage_ops.simulate.estimate import call_simulated, note_roles, noting, settle, simulating
+from storage_ops.simulate.estimate import (
+    call_simulated,
+    note_modules,
+    note_roles,
+    noting,
+    settle,
+    simulating,
+)
 from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.rates import SimulatedDevice
@@ -130,15 +137,14 @@ def simulate_serving(
     simulated = simulating(ledger, captured, (), inputs, Assumption(None), simulated_device)
     calls = around_calls(model, noting(ledger))
     with alone, shown, calls, simulated as (simulation, _, prompt), torch.no_grad():
-        note_roles(roles, PARAMETERS, model.parameters(), simulation)
-        note_roles(roles, BUFFERS, model.buffers(), simulation)
+        note_modules(roles, [model], simulation)
         note_roles(roles, BATCH, tree_leaves(prompt), simulation)
         call_simulated(generate, (simulation, prompt), {})
         if simulation.multiplies:
             workspaces = keep_workspaces(ledger, simulated_device.workspace, threads=1)
             roles |= dict.fromkeys(workspaces, WORKSPACES)
         levels = ledger.levels()
-        settled = settle(ledger, roles)
+        settled = settle(simulation, roles)
     return ServingEstimate(
         settled["peak_bytes"], max(levels[: events + 1]), max(levels[events:]), dict(cache_bytes),
         settled["by_owner"], next(reversed(inputs.values())).shape[1],

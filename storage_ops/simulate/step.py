@@ -23,9 +23,7 @@ from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.measurement import Measurement
 from storage_ops.measure.owners import (
     BATCH,
-    BUFFERS,
     GRADIENTS,
-    PARAMETERS,
     STATE,
     WORKSPACES,
     by_kind,
@@ -36,6 +34,7 @@ from storage_ops.simulate.captured import Captured, unwrapped
 from storage_ops.simulate.compiled import as_it_runs
 from storage_ops.simulate.estimate import (
     call_simulated,
+    note_modules,
     note_optimizers,
     note_roles,
     settle,
@@ -374,9 +373,7 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
     lock, progress = ONE_AT_A_TIME, showing("simulating a step")
     with lock, progress, gradients, calls, simulated as (simulation, *moved):
         # Includes modules such as a frozen reference that the loss names.
-        for module in (model, *captured.roots):
-            note_roles(roles, PARAMETERS, module.parameters(), simulation)
-            note_roles(roles, BUFFERS, module.buffers(), simulation)
+        note_modules(roles, (model, *captured.roots), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)
         note_roles(roles, BUCKETS, simulation.buckets, simulation)
         args, kwargs = moved
@@ -394,11 +391,9 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
         _move_to_start(ledger, state_blocks.difference(ledger.inputs))
         if simulation.multiplies:
             roles |= dict.fromkeys(keep_workspaces(ledger, device.workspace), WORKSPACES)
-        settled = settle(ledger, roles)
-        sent = dict(simulation.sent)
+        estimated = StepEstimate(**settle(simulation, roles))
     _check_discards(ledger, quick)
-    del settled["input_bytes"]
-    return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
+    return estimated
 
 
 def _check_discards(ledger: Ledger, quick: Quick | None) -> None:
