@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
-from storage_ops.measure.owners import BATCH, WORKSPACES, by_kind
+from storage_ops.measure.owners import BATCH, WORKSPACES, owners_table
 from storage_ops.progress import showing
 from storage_ops.quantities import Tabular, readable
 from storage_ops.simulate.captured import Captured
@@ -63,23 +63,15 @@ class ServingEstimate(Tabular):
 
     def table(self, title: str) -> Grid:
         """Return a table of the memory at the peak."""
-        from storage_ops.tables import Grid
-
         cache = ", ".join(f"{name} {readable(n)}" for name, n in self.cache_bytes.items())
         peaks = (self.prefill_bytes, self.decode_bytes)
         prefill, decode = (readable(peak, up=True) for peak in peaks)
-        return Grid(
+        return owners_table(
             title,
-            ("owner", "bytes", "of peak"),
-            [
-                (owner, readable(nbytes), f"{nbytes / self.peak_bytes:.1%}")
-                for owner, nbytes in by_kind(self.by_owner).items()
-            ],
+            self.by_owner,
             f"at the peak; without the CUDA context\nafter {self.tokens} tokens: {cache}\n"
             f"peak of the prompt {prefill}, of the next token {decode}\n"
             "in plain PyTorch, as generate() of transformers; an engine with a paged cache differs",
-            words=("owner",),
-            optional=("of peak",),
         )
 
     def __rich__(self) -> Grid:

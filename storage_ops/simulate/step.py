@@ -27,6 +27,7 @@ from storage_ops.measure.owners import (
     STATE,
     WORKSPACES,
     by_kind,
+    owners_table,
 )
 from storage_ops.progress import say, showing
 from storage_ops.quantities import Tabular, readable
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from storage_ops.tables import Grid
 
 _ATTEMPTS = 2  # simulations with equal layers simulated once, before all of them run
-_ROWS = 16  # most rows of the table; the last one has the rest
 BUCKETS = "gradient buckets"
 LOSS = "loss"  # the owner of the loss's tensors, in place of a module's name
 
@@ -111,20 +111,8 @@ class StepEstimate(Tabular, Measurement):
 
     def table(self, title: str) -> Grid:
         """Return a table of the memory at the peak."""
-        from storage_ops.tables import Grid
-
-        rows = list(self.by_kind().items())
-        rest = sum(nbytes for _, nbytes in rows[_ROWS:])
-        rows = rows[:_ROWS] + ([("all others", rest)] if rest else [])
-        peak = max(self.peak_bytes, 1)
-        return Grid(
-            title,
-            ("owner", "bytes", "of peak"),
-            [(owner, readable(nbytes), f"{nbytes / peak:.1%}") for owner, nbytes in rows],
-            "in memory at the peak of a step; without the CUDA context",
-            words=("owner",),
-            optional=("of peak",),
-        )
+        caption = "in memory at the peak of a step; without the CUDA context"
+        return owners_table(title, self.by_owner, caption)
 
     def __rich__(self) -> Grid:
         return self.table(f"peak {readable(self.peak_bytes, up=True)}")
