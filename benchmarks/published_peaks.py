@@ -31,12 +31,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from benchmarks import published_finetuning, published_vision
 from benchmarks._harness import expect, finish, parser
 from benchmarks._one_rank import one_of
-from benchmarks.fit.ways import EverySecondProduct
+from benchmarks.fit.ways import selective_contexts
 from storage_ops.memory import estimate, simulate_step
 from storage_ops.simulate.kernels.cuda import workspace_bytes
 
@@ -351,13 +350,10 @@ def one_rank(world: int) -> int:
     with torch.device("meta"):
         model, ids = Llama(), torch.empty(2, 8192, dtype=torch.int64)
 
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(EverySecondProduct())
-
     mesh = init_device_mesh("cpu", (world,))
     how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(BF16, torch.float32)}
     for index, layer in enumerate(model.layers):
-        wrapped = checkpoint_wrapper(layer, context_fn=contexts, preserve_rng_state=False)
+        wrapped = checkpoint_wrapper(layer, context_fn=selective_contexts, preserve_rng_state=False)
         model.layers[index] = fully_shard(wrapped, reshard_after_forward=index < 31, **how)
     fully_shard(model, reshard_after_forward=True, **how)
 

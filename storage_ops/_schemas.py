@@ -11,7 +11,7 @@ _LOSS_ARGUMENTS = (
     "Tensor? token_weight, Tensor? accumulate_into, str reduction, int ignore_index, "
     "float label_smoothing, float z_loss, float softcap, float logit_scale, SymInt shift, "
     "SymInt? max_valid, ScalarType? accumulate_dtype, SymInt? memory_budget, str plan, str group, "
-    "bool early, bool[3] grad_mask, bool[4] wants, int? valid_classes=None, "
+    "bool in_forward, bool[3] grad_mask, bool[4] wants, int? valid_classes=None, "
     "str input_grad='replicate', bool check_ranks=False, Tensor? divisor=None, "
     "ScalarType? logits_dtype=None, Tensor? selected_ids=None, SymInt top_k=0, "
     "float gradient_tolerance=0.0, float? max_classes=None, bool want_dropped=False"
@@ -39,7 +39,7 @@ _KL_ARGUMENTS = (
     "Tensor? linear_bias, Tensor? teacher_bias, Tensor? token_weight, Tensor? log_probs, "
     "Tensor? ids, str divergence, float beta, float temperature, float softcap, "
     "float teacher_softcap, bool tail, str reduction, bool shift, int? valid_classes, "
-    "SymInt? max_valid, SymInt? memory_budget, str group, bool early, "
+    "SymInt? max_valid, SymInt? memory_budget, str group, bool in_forward, "
     "bool[3] grad_mask, Tensor? target=None, float target_weight=0.0, "
     "float gradient_tolerance=0.0"
 )

@@ -46,8 +46,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     call = DivergenceCall(*args)
     if call.in_forward and call.reduction == "none":
         raise ValueError(
-            "linear_kl_div: `early` is True. Expected False with reduction='none', whose gradients "
-            "are computed in the backward."
+            "linear_kl_div: `in_forward` is True. Expected False with reduction='none', whose "
+            "gradients are computed in the backward."
         )
     kept.make_room(call.input)
     run, input = run_of(call), call.input

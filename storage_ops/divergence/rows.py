@@ -207,44 +207,29 @@ def divergence_rows(
     for part in pieces(logits):
         z = scaled(logits[part], bias, scale, state.dtype, caps[0])
         t = scaled(teacher[part], teacher_bias, scale, state.dtype, caps[1])
-        own = state[:, part]
+        own, dz = state[:, part], None
         if divergence == "cosine":
             if phases & UPDATE:
                 own.copy_(cosine_sums(z, t))
                 loss[part] = cosine_values(own)
             if phases & GRADIENT:
                 dz = cosine_gradient(z, t, own)
-                _store_tile(dz, logits, teacher, part, bias, upstream, scale, over_teacher, caps[0])
-            continue
-        if phases & UPDATE:
-            own[0], own[1] = log_sum_exp(z), log_sum_exp(t)
-        heads = (divergence, beta, z, t, p := normalise(z, own[0]), normalise(t, own[1]))
-        if phases & UPDATE:
-            loss[part], own[2], terms = values(*heads)
         else:
-            terms = contributions(*heads)
-        if phases & GRADIENT:
-            dz = gradient(divergence, beta, p, terms, own[2])
-            _store_tile(dz, logits, teacher, part, bias, upstream, scale, over_teacher, caps[0])
-
-
-def _store_tile(
-    dz: Tensor,
-    logits: Tensor,
-    teacher: Tensor,
-    part: slice,
-    bias: Tensor | None,
-    upstream: Tensor | None,
-    scale: float,
-    over_teacher: bool,
-    cap: float,
-) -> None:
-    """Store the gradient with respect to logits before the soft-cap, over a part of a tile."""
-    assert upstream is not None
-    rows = upstream if len(upstream) == 1 else upstream[part]
-    if cap:
-        dz.mul_(cap_slope(logits[part], bias, dz.dtype, cap))
-    store(dz, rows, scale, (teacher if over_teacher else logits)[part])
+            if phases & UPDATE:
+                own[0], own[1] = log_sum_exp(z), log_sum_exp(t)
+            heads = (divergence, beta, z, t, p := normalise(z, own[0]), normalise(t, own[1]))
+            if phases & UPDATE:
+                loss[part], own[2], terms = values(*heads)
+            else:
+                terms = contributions(*heads)
+            if phases & GRADIENT:
+                dz = gradient(divergence, beta, p, terms, own[2])
+        if dz is not None:
+            assert upstream is not None
+            if caps[0]:
+                dz.mul_(cap_slope(logits[part], bias, dz.dtype, caps[0]))
+            rows = upstream if len(upstream) == 1 else upstream[part]
+            store(dz, rows, scale, (teacher if over_teacher else logits)[part])
 
 
 def statistics_over_ranks(

@@ -13,7 +13,7 @@ from storage_ops.fitting.heads import heads_in
 from storage_ops.fitting.probe import Cost, Probe
 from storage_ops.fitting.record import LayerCall
 from storage_ops.fitting.step import Op
-from storage_ops.loss.planning.devices import Rates
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption
 
 # Shares of the bytes of all results that the sets of saved ones take, at least.
@@ -24,18 +24,17 @@ _REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
 def costs_of(
-    call: LayerCall, allowed: Sequence[str], on_gpu: bool, rates: Rates, assumption: Assumption
-) -> dict[Action, Cost]:  # fmt: skip
+    call: LayerCall, allowed: Sequence[str], device: SimulatedDevice, assumption: Assumption
+) -> dict[Action, Cost]:
     """Return actions for a call of a layer with their costs. The first action keeps everything.
 
     Args:
         call: the call of the layer.
         allowed: names of actions.
-        on_gpu: whether sizes and kernels are those of a GPU.
-        rates: rates of the device.
+        device: the simulated device.
         assumption: the caller's assumptions about unknown values.
     """
-    probe = Probe(call, on_gpu, rates, assumption)
+    probe, rates = Probe(call, device, assumption), device.rates
     keep = Action("keep")
     costs = {keep: probe.cost(keep)}
     hides = int(rates.link * costs[keep].forward_seconds)

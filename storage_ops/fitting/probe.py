@@ -16,12 +16,12 @@ from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Op, OpTimes, StepLedger
 from storage_ops.foundation.ledger import Block
-from storage_ops.loss.planning.devices import Rates
 from storage_ops.simulate.gradients import earlier_gradients, later_gradients, without_gradients
 from storage_ops.simulate.layers.casts import casts_in
 from storage_ops.simulate.layers.graph_ends import enter, leave, run_backward
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.ranks.fsdp import layer_alone
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.step import outside_autocast
 from storage_ops.simulate.values.assume import Assumption
 
@@ -74,8 +74,8 @@ def _ends_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> tuple[Tensor | N
 class Probe:
     """Runs a layer by itself."""
 
-    def __init__(self, call: LayerCall, on_gpu: bool, rates: Rates, assumption: Assumption) -> None:
-        self._call, self._on_gpu, self._rates = call, on_gpu, rates
+    def __init__(self, call: LayerCall, device: SimulatedDevice, assumption: Assumption) -> None:
+        self._call, self._device, self._rates = call, device, device.rates
         self._assumption = assumption
         self._forward = 0.0, 0  # seconds and ops of the forward that ran last
         self._lasting: set[Block] = set()  # its outputs that others hold, too
@@ -114,7 +114,7 @@ class Probe:
 
     def _run(self, times: OpTimes, action: Action) -> Cost:
         module = self._call.unit.module
-        step_ledger = StepLedger(self._on_gpu, self._rates, self._assumption)
+        step_ledger = StepLedger(self._device, self._assumption)
         with (
             without_gradients(module.parameters()),
             outside_autocast(),  # the layer runs in an autocast block of its own

@@ -25,7 +25,6 @@ from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.foundation.tensor_spec import TensorSpec
-from storage_ops.loss.planning.devices import Rates
 from storage_ops.progress import say
 from storage_ops.simulate.gradients import (
     earlier_gradients,
@@ -44,6 +43,7 @@ from storage_ops.simulate.ranks.fsdp import (
     gathered_inside,
     sharded_parameters,
 )
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.step import arguments, check_value, outside_autocast
 from storage_ops.simulate.values.assume import Assumption
 from storage_ops.simulate.values.known import Known
@@ -140,7 +140,7 @@ class _StandIn(torch.autograd.Function):
         ctx: Any, recorder: Recorder, call: LayerCall, outputs: Sequence[Like], *tensors: Tensor
     ) -> Any:
         ctx.recorder, ctx.call = recorder, call
-        inputs = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
+        inputs = tensors[: sum(isinstance(a, Like) for a in tree_leaves(call.args))]
         ctx.save_for_backward(*inputs)
         ctx.num_inputs = len(inputs)
         names = enumerate(_plain_parameters(call.unit.module), len(inputs))
@@ -189,18 +189,15 @@ class Recorder:
     """Runs a step with stand-ins in place of layers."""
 
     def __init__(
-        self, units: list[Unit], kinds: Kinds, on_gpu: bool, rates: Rates, workspace: int,
-        accumulate: bool, assumption: Assumption,
+        self, units: list[Unit], kinds: Kinds, device: SimulatedDevice, accumulate: bool,
+        assumption: Assumption,
     ) -> None:  # fmt: skip
-        """Start without records.
-
-        `workspace`: bytes of cuBLAS per thread. `accumulate`: as in `fit`.
-        """
-        self.step_ledger = StepLedger(on_gpu, rates, assumption)
-        self._workspace, self.accumulate = workspace, accumulate
+        """Start without records. `accumulate`: as in `fit`."""
+        self.step_ledger = StepLedger(device, assumption)
+        self._workspace, self.accumulate = device.workspace, accumulate
         self.recording = StepRecording()
         self._units = units
-        self._times = OpTimes(rates)
+        self._times = OpTimes(device.rates)
         self._kinds = kinds
         self._sharded: set[int] = set()  # the ids of parameters that FSDP gathers
         self._outputs = Variants[_Outputs | None]()
@@ -352,7 +349,7 @@ class Recorder:
                 return plain(*args, **kwargs)
             # A later run would see what this one leaves in a cache. Checkpointed layers get none.
             args, kwargs = without_cache(unit.module, args, kwargs, always=True)
-            inputs = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             named = dict(unit.module.named_parameters())
             inside = [p for p in named.values() if is_spread(p)]
             refused = [t for t in inputs if is_wrapper(t)]
@@ -365,7 +362,7 @@ class Recorder:
                 )
             autocast = autocast_dtypes()
             like = tree_map_only(Tensor, self._like, (args, kwargs))
-            settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
+            settings = (x if isinstance(x, Like) else repr(x) for x in tree_leaves(like))
             gathered = {name: Like.of(named[name]) for name in spread if not is_spread(named[name])}
             start = self.step_ledger.mark()
             kind, run = self._run_once(
@@ -468,8 +465,3 @@ class _InputOutput:
     """An output of a layer that is one of its inputs."""
 
     number: int
-
-
-def leaves_of(value: object) -> list[Any]:
-    """Return the leaves of a tree."""
-    return tree_flatten(value)[0]

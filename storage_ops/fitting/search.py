@@ -33,19 +33,19 @@ from storage_ops.fitting.plan import FitPlan, Row, applied, check_plain
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, StepRecording
 from storage_ops.fitting.units import Unit, compiled_loss, units_of
+from storage_ops.loss.planning.devices import Rates
 from storage_ops.measure.owners import owners_in_words
 from storage_ops.progress import say
 from storage_ops.quantities import readable
 from storage_ops.simulate.advice import warn_of_eval_mode, warn_of_missing_labels
 from storage_ops.simulate.compiled import as_it_runs, largest_of
-from storage_ops.simulate.kernels.cuda import workspace_bytes
 from storage_ops.simulate.module_kinds import Kinds
-from storage_ops.simulate.rates import rates_for
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.step import (
     arguments,
+    batches_of,
     check_accumulate,
     check_loss,
-    is_gpu,
     loss_of,
     optimizer_of,
     simulate_step,
@@ -124,26 +124,22 @@ class Search:
         allowed = checked(actions)
         check_plain(model, loss)
         warn_of_eval_mode(model, "fit")
-        batches = batch if isinstance(batch, list) else [batch]
-        if not batches:
-            raise ValueError("`batch` is an empty list. Expected at least one batch.")
-        for batch_of_list in batches:
-            arguments(batch_of_list)
-        warn_of_missing_labels(model, batch, loss, "fit")
+        batches = batches_of(batch)
+        warn_of_missing_labels(model, batches, loss, "fit")
         self._model, self._batches = model, batches
         self._loss, self._optimizer, self._device = loss, optimizer, device
         self._accumulate = accumulate
         self._assume, self._assumption = assume, Assumption(assume)
         self._losses: dict[Action, Any] = {}
-        self._on_gpu = is_gpu(model, batches, device)
-        self._rates = rates_for(device, model)
+        self._simulated_device = SimulatedDevice.of(device, model, batches)
         calibration = calibration_of(self._rates)
         self._is_calibrated = calibration is not None
         if calibration is not None:
-            self._rates = calibration.used_in(self._rates)
+            rates = calibration.used_in(self._rates)
+            self._simulated_device = self._simulated_device._replace(rates=rates)
         self._steps: dict[tuple[int, ...], _Simulated] = {}  # by the variant and the choices
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
-        optimizer_object, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)
+        optimizer_object = optimizer_of(model, optimizer)
         self._largest = largest = max(batches, key=_numbers_in)
         self._conditions = Conditions.of(
             model, *arguments(largest), accumulate, optimizer is not None
@@ -168,9 +164,7 @@ class Search:
             )
 
         def variants(action: Action) -> list[LossVariant]:
-            recorder = Recorder(
-                units, kinds, self._on_gpu, self._rates, workspace, accumulate, self._assumption
-            )
+            recorder = Recorder(units, kinds, self._simulated_device, accumulate, self._assumption)
             with self._applied([(self._of_loss, action)]):
                 recording = recorder.run(
                     model, largest, self._loss_with(action) or loss_of, optimizer_object
@@ -189,6 +183,10 @@ class Search:
                     if action.memory_budget is None:
                         raise  # else so little memory is not enough for the loss
         self.problem = self._variants[0].problem
+
+    @property
+    def _rates(self) -> Rates:
+        return self._simulated_device.rates
 
     def _loss_with(self, action: Action) -> Any:
         """Return the loss to simulate with an action.
@@ -215,7 +213,7 @@ class Search:
             if key not in self._known:
                 say(f"what may be recomputed of {call.unit.name}")
                 names = allowed if is_free else ()
-                costs = costs_of(call, names, self._on_gpu, self._rates, self._assumption)
+                costs = costs_of(call, names, self._simulated_device, self._assumption)
                 self._known[key] = list(costs.items())
             costs_of_calls.append(self._known[key])
         return costs_of_calls

@@ -15,7 +15,6 @@ from storage_ops._op_arguments import tensors_in
 from storage_ops.checkpoint.saved.guard import by_storage
 from storage_ops.checkpoint.selective.selective import is_ignored
 from storage_ops.fitting.roofline import Roofline
-from storage_ops.foundation.ledger import Ledger, rounded
 from storage_ops.foundation.op_names import Overload, is_allocation, is_mutating, is_view
 from storage_ops.foundation.ops import Args, Kwargs, facts_of
 from storage_ops.loss.call import Call
@@ -26,6 +25,7 @@ from storage_ops.loss.planning.problem import GRADS
 from storage_ops.simulate.captured import Captured
 from storage_ops.simulate.estimate import call_simulated, simulating
 from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption
 
 Tensors = Mapping[int, Tensor]  # by storage
@@ -34,9 +34,9 @@ Tensors = Mapping[int, Tensor]  # by storage
 class StepLedger:
     """The ledger of a simulated step, and the with block in which the simulation runs."""
 
-    def __init__(self, on_gpu: bool, rates: Rates, assumption: Assumption) -> None:
-        self.ledger = Ledger(rounded if on_gpu else int)
-        self._on_gpu, self._rates, self._assumption = on_gpu, rates, assumption
+    def __init__(self, device: SimulatedDevice, assumption: Assumption) -> None:
+        self.ledger = device.ledger()
+        self._device, self._assumption = device, assumption
 
     def mark(self) -> int:
         """Return the current moment, as a number of events."""
@@ -53,7 +53,7 @@ class StepLedger:
         """Simulate inside a with block, as `simulating` does."""
         captured = Captured(None, (holders, args), kwargs)
         with simulating(
-            self.ledger, captured, args, kwargs, self._assumption, self._on_gpu, self._rates
+            self.ledger, captured, args, kwargs, self._assumption, self._device
         ) as simulated:
             yield simulated
 

@@ -59,7 +59,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     call = Call(*args)
     if call.in_forward and (call.reduction == "none" or call.accumulate_into is not None):
         raise ValueError(
-            "linear_cross_entropy: `early` is True. Expected False with reduction='none' or "
+            "linear_cross_entropy: `in_forward` is True. Expected False with reduction='none' or "
             "accumulate_into, whose gradients are computed in the backward."
         )
     kept.make_room(call.input)

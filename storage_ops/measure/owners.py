@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,14 @@ from storage_ops.foundation.values import is_leaf
 from storage_ops.measure.calls import around_calls
 from storage_ops.quantities import readable
 
+if TYPE_CHECKING:
+    from storage_ops.tables import Grid
+
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
 INPUTS, WORKSPACES = "inputs", "workspaces of cuBLAS"
+
+_ROWS = 16  # most owners in a table
 
 # Names of events in the profile. The first two are torch's own.
 _STEP, _BACKWARD = "Optimizer.step#", "autograd::engine::evaluate_function"
@@ -43,6 +48,29 @@ def by_kind(by_owner: Mapping[str, int]) -> dict[str, int]:
     for owner, nbytes in by_owner.items():
         kinds[kind_of(owner)] += nbytes
     return dict(kinds.most_common())
+
+
+def owners_table(
+    title: str, by_owner: Mapping[str, int], caption: str = "", share: str = "of peak"
+) -> Grid:
+    """Return a table of kinds of owners, with their bytes and their share of all bytes.
+
+    The last row has the bytes of all owners after the first ones. `share`: the header of shares.
+    """
+    from storage_ops.tables import Grid
+
+    rows = list(by_kind(by_owner).items())
+    rest = sum(nbytes for _, nbytes in rows[_ROWS:])
+    rows = rows[:_ROWS] + ([("all others", rest)] if rest else [])
+    total = max(sum(by_owner.values()), 1)
+    return Grid(
+        title,
+        ("owner", "bytes", share),
+        [(owner, readable(nbytes), f"{nbytes / total:.1%}") for owner, nbytes in rows],
+        caption,
+        words=("owner",),
+        optional=(share,),
+    )
 
 
 def owners_in_words(by_owner: Mapping[str, int]) -> str:

@@ -26,7 +26,7 @@ from storage_ops.measure.owners import (
     STATE,
     WORKSPACES,
     activations_of,
-    by_kind,
+    owners_table,
 )  # fmt: skip
 from storage_ops.oom.advice import Follower, KnownStep, advise, bytes_of
 from storage_ops.oom.tracking import Tracking
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from storage_ops.fitting.plan import FitPlan
 
-_ROWS = 16  # most rows of the table; the last one has the rest
 UNKNOWN = "not known"
 
 
@@ -72,20 +71,11 @@ class OomReport(Tabular):
         from rich.console import Group
         from rich.text import Text
 
-        from storage_ops.tables import Grid
-
-        rows = list(by_kind(self.by_owner).items())
-        rest = sum(nbytes for _, nbytes in rows[_ROWS:])
-        rows = rows[:_ROWS] + ([("all others", rest)] if rest else [])
-        total = max(self.in_use_bytes, 1)
-        title = f"out of memory in {self.failed}: {readable(self.in_use_bytes)} were in use"
-        table = Grid(
-            title if self.failed else "memory has not run out",
-            ("owner", "bytes", "of all"),
-            [(owner, readable(nbytes), f"{nbytes / total:.1%}") for owner, nbytes in rows],
-            words=("owner",),
-            optional=("of all",),
-        )
+        title = "memory has not run out"
+        if self.failed:
+            in_use = readable(self.in_use_bytes)
+            title = f"out of memory in {self.failed}: {in_use} were in use"
+        table = owners_table(title, self.by_owner, share="of all")
         below = [Text(self.advice)] if self.advice else []
         return Group(table, *below, *([self.plan] if self.plan is not None else []))
 

@@ -21,15 +21,15 @@ def warn_of_eval_mode(model: nn.Module, function: str) -> None:
         )
 
 
-def warn_of_missing_labels(model: nn.Module, batch: object, loss: Any, function: str) -> None:
-    """Warn if a model computes its loss from labels that a batch does not have.
+def warn_of_missing_labels(model: nn.Module, batches: list[Any], loss: Any, function: str) -> None:
+    """Warn if a model computes its loss from labels that one of the batches does not have.
 
     The sum of the output, which then is the loss, takes less memory than the loss of logits.
     """
     if loss is not None or "labels" not in inspect.signature(model.forward).parameters:
         return
-    for batch_of_list in batch if isinstance(batch, list) else [batch]:
-        args, kwargs = arguments(batch_of_list)
+    for single in batches:
+        args, kwargs = arguments(single)
         try:
             given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         except TypeError:  # the call of the model raises this error

@@ -24,7 +24,7 @@ from storage_ops.checkpoint.state.left_behind import Namespaces, remove_left_beh
 from storage_ops.checkpoint.state.unchanged import unchanged
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.loss.planning.devices import Rates, standing_for
+from storage_ops.loss.planning.devices import standing_for
 from storage_ops.measure.calls import ONE_AT_A_TIME, Around, around_calls
 from storage_ops.measure.measurement import Life, Measurement, Sample
 from storage_ops.measure.owners import (
@@ -51,6 +51,7 @@ from storage_ops.simulate.patches.hf import branches_of_a_run
 from storage_ops.simulate.ranks.collectives import propagation_unseen
 from storage_ops.simulate.ranks.ddp import ddp_simulated, reducers_renewed
 from storage_ops.simulate.ranks.fsdp import GATHERED, REDUCED, fsdp_simulated
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption, name_of, users_line
 from storage_ops.storage.storage import share_storage
 
@@ -181,19 +182,17 @@ def estimate(
         for root in captured.roots:
             stack.enter_context(around_calls(root, noting(ledger)))
         simulation, args, kwargs = stack.enter_context(simulated)
-        for root in captured.roots:
-            note_roles(roles, PARAMETERS, root.parameters(), simulation)
-            note_roles(roles, BUFFERS, root.buffers(), simulation)
+        note_modules(roles, captured.roots, simulation)
         note_optimizers(roles, captured, simulation)
         result = call_simulated(fn, args, kwargs)
         for root in captured.roots:
             note_roles(roles, GRADIENTS, (p.grad for p in root.parameters()), simulation)
         note_optimizers(roles, captured, simulation)
         estimated = Estimate(
-            sent_bytes=dict(simulation.sent),
+            input_bytes=sum(block.nbytes for block in ledger.inputs),
             subject=getattr(fn, "__name__", type(fn).__name__),
             device="a GPU",
-            **settle(ledger, roles),
+            **settle(simulation, roles),
         )
         del result
     return estimated
@@ -224,6 +223,15 @@ def note_optimizers(roles: dict[Block, str], held: Captured, simulation: Simulat
         note_roles(roles, STATE, tree_leaves(list(optimizer.state.values())), simulation)
 
 
+def note_modules(
+    roles: dict[Block, str], modules: Iterable[nn.Module], simulation: Simulation
+) -> None:
+    """Record the blocks of parameters and buffers of modules."""
+    for module in modules:
+        note_roles(roles, PARAMETERS, module.parameters(), simulation)
+        note_roles(roles, BUFFERS, module.buffers(), simulation)
+
+
 def note_roles(
     roles: dict[Block, str], role: str, tensors: Iterable[Any], simulation: Simulation
 ) -> None:
@@ -237,12 +245,14 @@ def note_roles(
 @contextlib.contextmanager
 def simulating(
     ledger: Ledger, captured: Captured, args: Args, kwargs: Kwargs, assumption: Assumption,
-    on_gpu: bool = True, rates: Rates | None = None,
+    device: SimulatedDevice | None = None,
 ) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
     """Simulate ops on fake tensors in a with block. Yield the mode and the arguments of the call.
 
-    `rates`: rates of the GPU for which losses plan, if it is not the device of the tensors.
+    Losses plan for the device, unless the tensors are on a GPU. Without a device, ops run as on a
+    GPU, and losses plan for the device of the tensors.
     """
+    on_gpu = device is None or device.is_gpu
     simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
@@ -269,7 +279,9 @@ def simulating(
         elsewhere = on_gpu and not any(t.is_cuda for t in captured.tensors)
         if elsewhere and not on_meta:
             stack.enter_context(autocast_of_gpu())
-        stack.enter_context(standing_for(rates if elsewhere else None))
+        stack.enter_context(
+            standing_for(device.rates if elsewhere and device is not None else None)
+        )
         stack.enter_context(simulation)
         if on_meta:
             stack.enter_context(autocast_off_on_meta())
@@ -385,8 +397,12 @@ def share_copies() -> bool:
         return dst.data_ptr() != src.data_ptr()
 
 
-def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
-    """Return the fields of an `Estimate` from the ledger and the known owners in `roles`."""
+def settle(simulation: Simulation, roles: Mapping[Block, str]) -> dict[str, Any]:
+    """Return the fields of an `Estimate` or a `StepEstimate` at the end of a simulation.
+
+    `roles`: the known owners.
+    """
+    ledger = simulation.ledger
     levels = ledger.levels()
     seconds = [0.0, *(at for at, _, _ in ledger.events)]
     peak = max(levels)
@@ -408,7 +424,7 @@ def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
             at_peak.append(block)
             by_owner[owner] += block.nbytes
     return {
-        "peak_bytes": peak, "kept_bytes": levels[-1], "input_bytes": levels[0],
+        "peak_bytes": peak, "kept_bytes": levels[-1], "sent_bytes": dict(simulation.sent),
         "timeline": [Sample(at, level) for at, level in zip(seconds, levels, strict=True)],
         "at_peak": sorted(at_peak, key=lambda block: -block.nbytes), "lives": lives,
         "by_owner": {owner: n for owner, n in by_owner.most_common() if n},

@@ -10,17 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.foundation.ledger import Block
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
-from storage_ops.measure.owners import BATCH, BUFFERS, PARAMETERS, STATE, WORKSPACES
+from storage_ops.measure.owners import BATCH, STATE, WORKSPACES
 from storage_ops.progress import showing
 from storage_ops.simulate.captured import Captured
 from storage_ops.simulate.compiled import as_it_runs
-from storage_ops.simulate.estimate import call_simulated, note_roles, noting, settle, simulating
-from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
+from storage_ops.simulate.estimate import (
+    call_simulated,
+    note_modules,
+    note_roles,
+    noting,
+    settle,
+    simulating,
+)
+from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.mode import Simulation
-from storage_ops.simulate.rates import rates_for
-from storage_ops.simulate.step import StepEstimate, arguments, is_gpu
+from storage_ops.simulate.rates import SimulatedDevice
+from storage_ops.simulate.step import StepEstimate, arguments
 from storage_ops.simulate.values.assume import Assumption
 
 PREDICTIONS = "logits of evaluated batches"
@@ -72,8 +79,8 @@ def simulate_evaluation(
         loss: a function of the model's output, or None.
         device: as for `simulate_step`.
     """
-    on_gpu, rates = is_gpu(model, [batch], device), rates_for(device, model)
-    ledger = Ledger() if on_gpu else Ledger(round_up=int)
+    simulated_device = SimulatedDevice.of(device, model, [batch])
+    ledger = simulated_device.ledger()
     compute = as_it_runs(loss)
     args, kwargs = arguments(batch)
     captured = Captured((model, compute), args, kwargs)
@@ -101,17 +108,12 @@ def simulate_evaluation(
 
     alone, shown = ONE_AT_A_TIME, showing("simulating an evaluation step")
     calls = around_calls(model, noting(ledger))
-    simulated = simulating(ledger, captured, args, kwargs, Assumption(None), on_gpu, rates)
+    simulated = simulating(ledger, captured, args, kwargs, Assumption(None), simulated_device)
     with alone, shown, calls, simulated as (simulation, *moved), torch.no_grad():
-        for module in (model, *captured.roots):
-            note_roles(roles, PARAMETERS, module.parameters(), simulation)
-            note_roles(roles, BUFFERS, module.buffers(), simulation)
+        note_modules(roles, (model, *captured.roots), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)
         call_simulated(evaluate, (simulation, *moved[0]), moved[1])
         if simulation.multiplies:
-            workspaces = keep_workspaces(ledger, workspace_bytes(device, model))
+            workspaces = keep_workspaces(ledger, simulated_device.workspace)
             roles |= dict.fromkeys(workspaces, WORKSPACES)
-        settled = settle(ledger, roles)
-        sent = dict(simulation.sent)
-    del settled["input_bytes"]
-    return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
+        return StepEstimate(**settle(simulation, roles))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.layers.config_policy import is_compiled
 from storage_ops.checkpoint.selective.copies import active
+from storage_ops.foundation.ledger import Ledger
 from storage_ops.loss.planning.devices import (
     DEFAULT_GPU,
     DEVICES,
@@ -20,6 +23,44 @@ from storage_ops.loss.planning.devices import (
 )
 from storage_ops.loss.planning.op_times import HostTimes
 from storage_ops.quantities import parse_bytes
+from storage_ops.simulate.kernels.cuda import workspace_bytes
+
+
+class SimulatedDevice(NamedTuple):
+    """The device of a simulated step.
+
+    Attributes:
+        is_gpu: whether sizes are rounded and kernels are chosen as on a GPU.
+        rates: its speed.
+        workspace: bytes of cuBLAS's workspace in each thread.
+    """
+
+    is_gpu: bool
+    rates: Rates
+    workspace: int = 0
+
+    @staticmethod
+    def of(
+        device: str | torch.device | None, model: nn.Module, batches: list[Any]
+    ) -> SimulatedDevice:
+        """Return a device by its name, or by default the device of the parameters.
+
+        Without parameters, the tensors of the batches decide whether it is a GPU.
+
+        Raises:
+            ValueError: the device is not known.
+        """
+        if device is None:
+            batch_tensors = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
+            kinds = {t.device.type for t in list(model.parameters()) or batch_tensors}
+            is_gpu = "cpu" not in kinds
+        else:
+            is_gpu = kind_of(device) == "cuda"
+        return SimulatedDevice(is_gpu, rates_for(device, model), workspace_bytes(device, model))
+
+    def ledger(self) -> Ledger:
+        """Return an empty ledger that rounds sizes as the allocator of the device does."""
+        return Ledger() if self.is_gpu else Ledger(round_up=int)
 
 
 def kind_of(device: str | torch.device) -> str:

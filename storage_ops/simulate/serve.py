@@ -12,17 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.foundation.ledger import Ledger
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
-from storage_ops.measure.owners import BATCH, BUFFERS, PARAMETERS, WORKSPACES, by_kind
+from storage_ops.measure.owners import BATCH, WORKSPACES, owners_table
 from storage_ops.progress import showing
 from storage_ops.quantities import Tabular, readable
 from storage_ops.simulate.captured import Captured
-from storage_ops.simulate.estimate import call_simulated, note_roles, noting, settle, simulating
-from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
+from storage_ops.simulate.estimate import (
+    call_simulated,
+    note_modules,
+    note_roles,
+    noting,
+    settle,
+    simulating,
+)
+from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.mode import Simulation
-from storage_ops.simulate.rates import rates_for
-from storage_ops.simulate.step import is_gpu
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption
 
 if TYPE_CHECKING:
@@ -58,23 +63,15 @@ class ServingEstimate(Tabular):
 
     def table(self, title: str) -> Grid:
         """Return a table of the memory at the peak."""
-        from storage_ops.tables import Grid
-
         cache = ", ".join(f"{name} {readable(n)}" for name, n in self.cache_bytes.items())
         peaks = (self.prefill_bytes, self.decode_bytes)
         prefill, decode = (readable(peak, up=True) for peak in peaks)
-        return Grid(
+        return owners_table(
             title,
-            ("owner", "bytes", "of peak"),
-            [
-                (owner, readable(nbytes), f"{nbytes / self.peak_bytes:.1%}")
-                for owner, nbytes in by_kind(self.by_owner).items()
-            ],
+            self.by_owner,
             f"at the peak; without the CUDA context\nafter {self.tokens} tokens: {cache}\n"
             f"peak of the prompt {prefill}, of the next token {decode}\n"
             "in plain PyTorch, as generate() of transformers; an engine with a paged cache differs",
-            words=("owner",),
-            optional=("of peak",),
         )
 
     def __rich__(self) -> Grid:
@@ -103,8 +100,8 @@ def simulate_serving(
             f"`model` is a {type(model).__name__}, which has no cache. Expected a model that "
             "generates text."
         )
-    on_gpu, rates = is_gpu(model, [inputs], device), rates_for(device, model)
-    ledger = Ledger() if on_gpu else Ledger(round_up=int)
+    simulated_device = SimulatedDevice.of(device, model, [inputs])
+    ledger = simulated_device.ledger()
     captured = Captured(model, (), inputs)
     roles: dict[Any, str] = {}
     cache_bytes: Counter[str] = Counter()
@@ -129,18 +126,17 @@ def simulate_serving(
             note_roles(roles, kind, tensors, simulation)
 
     alone, shown = ONE_AT_A_TIME, showing("simulating generation")
-    simulated = simulating(ledger, captured, (), inputs, Assumption(None), on_gpu, rates)
+    simulated = simulating(ledger, captured, (), inputs, Assumption(None), simulated_device)
     calls = around_calls(model, noting(ledger))
     with alone, shown, calls, simulated as (simulation, _, prompt), torch.no_grad():
-        note_roles(roles, PARAMETERS, model.parameters(), simulation)
-        note_roles(roles, BUFFERS, model.buffers(), simulation)
+        note_modules(roles, [model], simulation)
         note_roles(roles, BATCH, tree_leaves(prompt), simulation)
         call_simulated(generate, (simulation, prompt), {})
         if simulation.multiplies:
-            workspaces = keep_workspaces(ledger, workspace_bytes(device, model), threads=1)
+            workspaces = keep_workspaces(ledger, simulated_device.workspace, threads=1)
             roles |= dict.fromkeys(workspaces, WORKSPACES)
         levels = ledger.levels()
-        settled = settle(ledger, roles)
+        settled = settle(simulation, roles)
     return ServingEstimate(
         settled["peak_bytes"], max(levels[: events + 1]), max(levels[events:]), dict(cache_bytes),
         settled["by_owner"], next(reversed(inputs.values())).shape[1],

@@ -19,17 +19,15 @@ from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.loss.planning.devices import Rates
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.measurement import Measurement
 from storage_ops.measure.owners import (
     BATCH,
-    BUFFERS,
     GRADIENTS,
-    PARAMETERS,
     STATE,
     WORKSPACES,
     by_kind,
+    owners_table,
 )
 from storage_ops.progress import say, showing
 from storage_ops.quantities import Tabular, readable
@@ -37,6 +35,7 @@ from storage_ops.simulate.captured import Captured, unwrapped
 from storage_ops.simulate.compiled import as_it_runs
 from storage_ops.simulate.estimate import (
     call_simulated,
+    note_modules,
     note_optimizers,
     note_roles,
     settle,
@@ -48,7 +47,7 @@ from storage_ops.simulate.gradients import (
     with_dense_gradients,
     without_gradients,
 )
-from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
+from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.layers.replay import NotReplayable
 from storage_ops.simulate.layers.replay_cache import Quick
 from storage_ops.simulate.mode import Simulation
@@ -58,28 +57,25 @@ from storage_ops.simulate.ranks.collectives import (
     is_sharded_alone,
     updated_locally,
 )
-from storage_ops.simulate.rates import kind_of, rates_for
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption
 
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
 
 _ATTEMPTS = 2  # simulations with equal layers simulated once, before all of them run
-_ROWS = 16  # most rows of the table; the last one has the rest
 BUCKETS = "gradient buckets"
 LOSS = "loss"  # the owner of the loss's tensors, in place of a module's name
 
 
 class _StepOptions(NamedTuple):
-    """The objects and options of a simulation, and the device."""
+    """The objects and options of a simulation."""
 
     args: Any
     kwargs: Any
     loss: Any
     optimizer: Optimizer | None
-    on_gpu: bool
-    rates: Rates
-    workspace: int  # bytes of cuBLAS's workspace in each thread
+    device: SimulatedDevice
     assumption: Assumption
     accumulate: bool  # whether gradients exist from the start
 
@@ -115,20 +111,8 @@ class StepEstimate(Tabular, Measurement):
 
     def table(self, title: str) -> Grid:
         """Return a table of the memory at the peak."""
-        from storage_ops.tables import Grid
-
-        rows = list(self.by_kind().items())
-        rest = sum(nbytes for _, nbytes in rows[_ROWS:])
-        rows = rows[:_ROWS] + ([("all others", rest)] if rest else [])
-        peak = max(self.peak_bytes, 1)
-        return Grid(
-            title,
-            ("owner", "bytes", "of peak"),
-            [(owner, readable(nbytes), f"{nbytes / peak:.1%}") for owner, nbytes in rows],
-            "in memory at the peak of a step; without the CUDA context",
-            words=("owner",),
-            optional=("of peak",),
-        )
+        caption = "in memory at the peak of a step; without the CUDA context"
+        return owners_table(title, self.by_owner, caption)
 
     def __rich__(self) -> Grid:
         return self.table(f"peak {readable(self.peak_bytes, up=True)}")
@@ -191,24 +175,21 @@ def simulate_step(
     check_module(model)
     check_accumulate(accumulate)
     check_loss(loss)
-    batches = batch if isinstance(batch, list) else [batch]
-    if not batches:
-        raise ValueError("`batch` is an empty list. Expected at least one batch.")
-    on_gpu, workspace = is_gpu(model, batches, device), workspace_bytes(device, model)
-    rates = rates_for(device, model)
+    batches = batches_of(batch)
+    simulated_device = SimulatedDevice.of(device, model, batches)
     assumption = Assumption(assume)
     loss = as_it_runs(loss)
     steps = []
     for index, batch_of_step in enumerate(batches):
         args, kwargs = arguments(batch_of_step)
         options = _StepOptions(
-            args, kwargs, loss or loss_of, optimizer_of(model, optimizer), on_gpu, rates, workspace,
+            args, kwargs, loss or loss_of, optimizer_of(model, optimizer), simulated_device,
             assumption, accumulate,
         )  # fmt: skip
         step = _quickly(model, options) or _simulate(model, options)
         step.batch = index
         step.subject = f"Step of {class_of(uncompiled(model)).__name__}"
-        step.device = rates.name if device is None else str(device)
+        step.device = simulated_device.rates.name if device is None else str(device)
         steps.append(step)
     return max(steps, key=lambda step: step.peak_bytes)
 
@@ -222,16 +203,18 @@ def check_accumulate(accumulate: object) -> None:
         )
 
 
-def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | None) -> bool:
-    """Return True if sizes are those of a GPU. Without parameters, the batches' device decides.
+def batches_of(batch: object) -> list[Any]:
+    """Return the batches of a list, or a list with the only batch.
 
     Raises:
-        ValueError: the device is not known.
+        TypeError, ValueError: the list is empty, or a batch is of another kind.
     """
-    if device is None:
-        batch_tensors = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
-        return "cpu" not in {t.device.type for t in list(model.parameters()) or batch_tensors}
-    return kind_of(device) == "cuda"
+    batches = batch if isinstance(batch, list) else [batch]
+    if not batches:
+        raise ValueError("`batch` is an empty list. Expected at least one batch.")
+    for single in batches:
+        arguments(single)
+    return batches
 
 
 def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -329,7 +312,7 @@ def _quickly(model: nn.Module, options: _StepOptions) -> StepEstimate | None:
         return None
     refused: set[nn.Module] = set()
     for _ in range(_ATTEMPTS):
-        quick = Quick(model, options[-1], refused)
+        quick = Quick(model, options.accumulate, refused)
         try:
             step = _simulate(model, options, quick)
         except NotReplayable as error:
@@ -345,8 +328,8 @@ def _quickly(model: nn.Module, options: _StepOptions) -> StepEstimate | None:
 
 
 def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = None) -> StepEstimate:
-    args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = options
-    ledger = Ledger() if on_gpu else Ledger(round_up=int)
+    args, kwargs, loss, optimizer, device, assumption, accumulate = options
+    ledger = device.ledger()
     captured = Captured((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}
 
@@ -373,14 +356,12 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
                 optimizer.step()
         note_optimizers(roles, captured, simulation)  # includes optimizers that step in hooks
 
-    simulated = simulating(ledger, captured, args, kwargs, assumption, on_gpu, rates)
+    simulated = simulating(ledger, captured, args, kwargs, assumption, device)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
     lock, progress = ONE_AT_A_TIME, showing("simulating a step")
     with lock, progress, gradients, calls, simulated as (simulation, *moved):
         # Includes modules such as a frozen reference that the loss names.
-        for module in (model, *captured.roots):
-            note_roles(roles, PARAMETERS, module.parameters(), simulation)
-            note_roles(roles, BUFFERS, module.buffers(), simulation)
+        note_modules(roles, (model, *captured.roots), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)
         note_roles(roles, BUCKETS, simulation.buckets, simulation)
         args, kwargs = moved
@@ -397,13 +378,11 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
         state_blocks = {block for block, role in roles.items() if role == STATE}
         _move_to_start(ledger, state_blocks.difference(ledger.inputs))
         if simulation.multiplies:
-            roles |= dict.fromkeys(keep_workspaces(ledger, workspace), WORKSPACES)
-        settled = settle(ledger, roles)
-        sent = dict(simulation.sent)
+            roles |= dict.fromkeys(keep_workspaces(ledger, device.workspace), WORKSPACES)
+        estimated = StepEstimate(**settle(simulation, roles))
     if quick is not None:
         quick.check_discards(ledger)
-    del settled["input_bytes"]
-    return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
+    return estimated
 
 
 def _blocks_of_states(captured: Captured, simulation: Simulation) -> set[Block]:

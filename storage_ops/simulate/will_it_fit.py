@@ -15,7 +15,7 @@ from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.quantities import Tabular, readable
 from storage_ops.simulate.advice import warn_of_eval_mode, warn_of_missing_labels
 from storage_ops.simulate.rates import budget_of
-from storage_ops.simulate.step import StepEstimate, simulate_step
+from storage_ops.simulate.step import StepEstimate, batches_of, simulate_step
 
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
@@ -102,7 +102,7 @@ def will_it_fit(
     check_module(model)
     budget_bytes = budget_of(budget, device, model)
     warn_of_eval_mode(model, "will_it_fit")
-    warn_of_missing_labels(model, batch, loss, "will_it_fit")
+    warn_of_missing_labels(model, batches_of(batch), loss, "will_it_fit")
     step = simulate_step(
         model, batch, loss=loss, optimizer=optimizer, device=device, assume=assume,
         accumulate=accumulate,

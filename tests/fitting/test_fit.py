@@ -109,7 +109,7 @@ def asking_is_free(monkeypatch):
         host = HostTimes(op=named("cpu").host.op)
         return dataclasses.replace(rates_for(device, model), host=host)
 
-    monkeypatch.setattr("storage_ops.fitting.search.rates_for", rates)
+    monkeypatch.setattr("storage_ops.simulate.rates.rates_for", rates)
 
 
 def test_no_assignment_of_actions_is_faster(asking_is_free):

@@ -2,17 +2,21 @@
 
 import pytest
 
-from storage_ops.foundation.ledger import Ledger
+from storage_ops.loss.planning.devices import named
 from storage_ops.memory import measure
 from storage_ops.simulate.captured import Captured
 from storage_ops.simulate.estimate import call_simulated, simulating
+from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption
+
+CPU = SimulatedDevice(is_gpu=False, rates=named("cpu"))
 
 
 def simulated_levels(run):
     """Return the bytes above the inputs at each moment of a call of `run` with CPU kernels."""
-    ledger, captured = Ledger(int), Captured(run, (), {})
-    with simulating(ledger, captured, (), {}, Assumption(None), False) as (_, args, kwargs):
+    captured = Captured(run, (), {})
+    ledger = CPU.ledger()
+    with simulating(ledger, captured, (), {}, Assumption(None), CPU) as (_, args, kwargs):
         out = call_simulated(run, args, kwargs)
         levels = ledger.levels()  # inside the block, whose end frees the inputs
         del out

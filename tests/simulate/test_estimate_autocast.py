@@ -8,10 +8,11 @@ from torch import nn
 
 import storage_ops as so
 from storage_ops.fitting.step import StepLedger
-from storage_ops.loss.planning.devices import rates_of
 from storage_ops.memory import simulate_step
 from storage_ops.simulate import step as steps
 from storage_ops.simulate.values.assume import Assumption
+
+from .cpu_peaks import CPU
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def measured(step, model, x, **kwargs):
 
 def simulated(step, model, x, **kwargs):
     """Return the simulated peak of a step on a CPU, including parameters and input."""
-    step_ledger = StepLedger(False, rates_of(torch.device("cpu")), Assumption(None))
+    step_ledger = StepLedger(CPU, Assumption(None))
     with step_ledger.open(model, (x,), {}):
         step_ledger.run(lambda: step(model, x, **kwargs))
     return max(step_ledger.levels())

@@ -8,13 +8,14 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import storage_ops as so
 from storage_ops.fitting.step import StepLedger
-from storage_ops.loss.planning.devices import rates_of
 from storage_ops.simulate.values.assume import Assumption
+
+from .cpu_peaks import CPU
 
 
 def agree(step):
     """Check that the simulated peak of a step on a CPU equals the measured one up to 1 KiB."""
-    step_ledger = StepLedger(False, rates_of(torch.device("cpu")), Assumption(None))
+    step_ledger = StepLedger(CPU, Assumption(None))
     with step_ledger.open(step, (), {}):
         step_ledger.run(step)
     levels = step_ledger.levels()
