@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
-from benchmarks._harness import Case, expect, finish, interleave, parser, peak, ratios
+from benchmarks._harness import MIB, Case, expect, finish, interleave, parser, peak, ratios
 from benchmarks.linear_cross_entropy import GPU_SHAPES, QUICK_SHAPES, REHEARSED, SHAPES
 from storage_ops.autochunk.backend import backend
 from storage_ops.autochunk.cross_entropy.emit import Emitter
 from storage_ops.autochunk.reasons import Conflict
 
-MIB = 1 << 20
 FLOOR = "floor (chunked products)"
 ALL_SHAPES = SHAPES | GPU_SHAPES | QUICK_SHAPES | REHEARSED
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

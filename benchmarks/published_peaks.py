@@ -33,13 +33,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from benchmarks import published_finetuning, published_vision
-from benchmarks._harness import expect, finish, parser
+from benchmarks._harness import MIB, expect, finish, parser
 from benchmarks._one_rank import one_of
 from benchmarks.fit.ways import selective_contexts
 from storage_ops.memory import estimate, simulate_step
 from storage_ops.simulate.kernels.cuda import workspace_bytes
 
-MIB = 1 << 20
 BF16 = torch.bfloat16
 DEVICES = {
     "A100": "a100", "RTX 4090": "rtx4090", "H100": "h100", "H100 PCIe": "h100", "B200": "b200",

@@ -16,6 +16,11 @@ _NUMBER = r"(\d+\.?\d*|\.\d+)(E[+-]?\d+)?"
 _FORM = re.compile(rf"\s*{_NUMBER}\s*([KMGT]?)((?<=[KMGT])IB?|B?)\s*", re.IGNORECASE)
 
 
+def next_multiple(size: int, step: int) -> int:
+    """Return the smallest multiple of a step that is at least this size."""
+    return -(-size // step) * step
+
+
 def parse_bytes(value: int | float | str, argument: str) -> int:
     """Return the number of bytes of a number or a text such as "400MiB", "0.5 GiB" or "2e8".
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch import UntypedStorage as Storage
 
+from storage_ops.quantities import next_multiple
+
 _BLOCK = 512  # the size of every block is a multiple of this
 _LARGE = 10 << 20  # a request of this size or more gets a segment of its own
 _SEGMENT = 2 << 20  # segments of large requests are multiples of this
@@ -27,8 +29,8 @@ def rounded(nbytes: int) -> int:
     multiple of 2 MiB. It keeps the rest of the segment, unless the rest is more than 1 MiB
     (c10/cuda/CUDACachingAllocator).
     """
-    block = -(-nbytes // _BLOCK) * _BLOCK
-    segment = -(-block // _SEGMENT) * _SEGMENT
+    block = next_multiple(nbytes, _BLOCK)
+    segment = next_multiple(block, _SEGMENT)
     return segment if block >= _LARGE and segment - block <= _SLACK else block
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from storage_ops.matmul.interface import SLICE, Kind, Matmul
+from storage_ops.quantities import next_multiple
 
 with contextlib.suppress(ImportError, OSError):  # plans for a GPU need no torch
     import torch
@@ -122,7 +123,7 @@ class Aten(Matmul):
 
 def packed_bytes(classes: int, hidden: int) -> int:
     """Return the bytes of the Arm library's copy of a float32 weight, in blocks of 8 classes."""
-    return 4 * hidden * -(-classes // 8) * 8
+    return 4 * hidden * next_multiple(classes, 8)
 
 
 @functools.cache

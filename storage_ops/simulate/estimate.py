@@ -37,7 +37,7 @@ from storage_ops.measure.owners import (
     activations_of,
 )  # fmt: skip
 from storage_ops.progress import say, showing
-from storage_ops.quantities import InLines
+from storage_ops.quantities import MIB, InLines
 from storage_ops.simulate.captured import Captured, on_one_device, simulated_optimizers
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.patches.autocast import autocast_of_gpu
@@ -54,8 +54,6 @@ from storage_ops.simulate.ranks.fsdp import GATHERED, REDUCED, fsdp_simulated
 from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption, name_of, users_line
 from storage_ops.storage.storage import share_storage
-
-_MIB = 1 << 20
 
 
 @dataclass
@@ -88,13 +86,13 @@ class Estimate(InLines, Measurement):
 
     def __str__(self) -> str:
         lines = [
-            f"peak {self.peak_bytes / _MIB:.1f} MiB, kept {self.kept_bytes / _MIB:.1f} MiB, "
-            f"inputs {self.input_bytes / _MIB:.1f} MiB; in memory at the peak:"
+            f"peak {self.peak_bytes / MIB:.1f} MiB, kept {self.kept_bytes / MIB:.1f} MiB, "
+            f"inputs {self.input_bytes / MIB:.1f} MiB; in memory at the peak:"
         ]
         alike = Counter((b.nbytes, b.shape, b.dtype, b.made_by) for b in self.at_peak)
         order = sorted(alike.items(), key=lambda item: -item[0][0] * item[1])
         for (nbytes, shape, dtype, made_by), count in order[:12]:
-            size = f"{nbytes * count / _MIB:10.1f} MiB  {count:4d} x"
+            size = f"{nbytes * count / MIB:10.1f} MiB  {count:4d} x"
             lines.append(f"{size} {tuple(shape)} {str(dtype).removeprefix('torch.')}, {made_by}")
         return "\n".join(lines)
 

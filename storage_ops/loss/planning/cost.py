@@ -21,6 +21,7 @@ from storage_ops.loss.planning.schedule import (
     Work,
 )
 from storage_ops.matmul import Kind
+from storage_ops.quantities import next_multiple
 
 # Numbers per token: shift, sum, slope, dot, mass, logit of the target; csrc/rows/row_math.h
 STATE_ROWS = 6
@@ -113,7 +114,7 @@ def padded_tokens(count: int) -> int:
 
     The gradients begin at multiples of 16 bytes, which a GPU reads at a time.
     """
-    return -(-(count + 1) // ALIGNED) * ALIGNED
+    return next_multiple(count + 1, ALIGNED)
 
 
 def flat_tokens(rows: int) -> int:

@@ -24,9 +24,8 @@ from storage_ops.loss.planning.schedule import (
     unpadded,
     waiting_widths,
 )
-from storage_ops.quantities import InLines, metric, readable
+from storage_ops.quantities import MIB, InLines, metric, next_multiple, readable
 
-MIB = 1 << 20
 # A plan that computes logits twice keeps at least 1 / KEPT of its rows' logits.
 KEPT = 16
 WIDEST = 4096  # most columns of parts of waiting logits, if the products have no preferred width
@@ -141,7 +140,7 @@ def schedule(
     slices = parts(classes, columns)
     # Products of multiples of 16 rows have no remainder. Up to a tenth faster, measured on a CPU.
     equal = max(1, parts(p.tokens, parts(p.tokens, rows) or 1))
-    rows = min(rows, -(-equal // ROWS) * ROWS)
+    rows = min(rows, next_multiple(equal, ROWS))
     if slices > 1:
         if strategy != TOKEN_CHUNKED:
             columns = min(columns, padded(parts(classes, slices)))
@@ -387,7 +386,7 @@ def _smallest_budget(p: Problem, strategy: str | None, num_chunks: int | None) -
 
 
 def _with_fewer_threads(p: Problem) -> list[Problem]:
-    """Yield the problem, then with scratch memory for half as many threads, down to one."""
+    """Return the problem, then with scratch memory for half as many threads, down to one."""
     threads = p.matmul.threads
     if not p.matmul.limits_threads:
         return [p]

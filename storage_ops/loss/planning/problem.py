@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from storage_ops.matmul import Matmul
+from storage_ops.quantities import next_multiple
 
 Reduction = Literal["mean", "sum", "none"]
 Grad = Literal["input", "weight", "bias"]  # arguments of the loss that need a gradient
@@ -121,5 +122,5 @@ def padded(columns: int) -> int:
     Rows start at multiples of 64 elements, because odd sizes make products slow. The distance is
     never a multiple of 512, because rows a power of two apart compete for the same cache sets.
     """
-    width = -(-columns // 64) * 64
+    width = next_multiple(columns, 64)
     return width + 64 if width % 512 == 0 else width

@@ -109,7 +109,7 @@ def within(part: slice, whole: slice) -> slice:
 
 
 def slices(stop: int, size: int, start: int = 0) -> list[slice]:
-    """Yield pieces of up to this size."""
+    """Return pieces of up to this size."""
     return [slice(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 

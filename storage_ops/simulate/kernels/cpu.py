@@ -21,6 +21,7 @@ from torch import Tensor
 
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.matmul import aten
+from storage_ops.quantities import next_multiple
 from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
 from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See, factors_of, see_all
 
@@ -71,13 +72,13 @@ def _ctc_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 def _padded(size: int) -> int:
     """Return the row length of an LSTM's matrices: whole 64 bytes, no multiple of 256 numbers."""
-    length = -(-size // 16) * 16
+    length = next_multiple(size, 16)
     return length + 16 if length % 256 == 0 else length
 
 
 def _pages(*numbers: int) -> int:
     """Return the bytes of float32 matrices, each in whole pages."""
-    return sum(-(-4 * n // _PAGE) * _PAGE for n in numbers)
+    return sum(next_multiple(4 * n, _PAGE) for n in numbers)
 
 
 def _lstm_states(x: Tensor, hidden: int) -> tuple[int, int]:
@@ -115,7 +116,7 @@ def _lstm(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> No
         working, width = _pages(gates, state, state), _padded(4 * hidden)
     else:
         working = _pages(*_lstm_states(args[0], hidden), *_lstm_step(batch, batch, hidden))
-        width = 4 * (-(-hidden // 16) * 16)
+        width = 4 * next_multiple(hidden, 16)
     scratch.use(args[0], working + _PAGE + 16 * hidden + 4 * (features + hidden) * width)
 
 

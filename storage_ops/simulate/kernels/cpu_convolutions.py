@@ -33,6 +33,7 @@ from torch import Tensor
 
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
+from storage_ops.quantities import next_multiple
 from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
 from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See, see_all
 
@@ -121,14 +122,10 @@ def _all(channels: int) -> _Blocks:
     return _Blocks(channels, channels, (channels, channels))
 
 
-def _filled(channels: int, block: int) -> int:
-    return -(-channels // block) * block
-
-
 def _take_image(scratch: Scratch, image: Tensor, block: int) -> list[Block]:
     if block == _AS_IT_IS or (block == _CHANNELS_LAST and image.shape[1] == 1):
         return []
-    channels = _filled(image.shape[1], block)
+    channels = next_multiple(image.shape[1], block)
     return scratch.take_bytes(image, image[:, :1].numel() * channels * image.itemsize)
 
 
@@ -136,7 +133,7 @@ def _take_weight(scratch: Scratch, weight: Tensor, blocks: tuple[int, int]) -> l
     outer, inner = blocks
     if outer == _AS_IT_IS:
         return []
-    channels = _filled(weight.shape[0], outer) * _filled(weight.shape[1], inner)
+    channels = next_multiple(weight.shape[0], outer) * next_multiple(weight.shape[1], inner)
     return scratch.take_bytes(weight, weight[0, 0].numel() * channels * weight.itemsize)
 
 
@@ -195,7 +192,9 @@ def _take_gradient_of_last(scratch: Scratch, call: _Call, args: Args) -> list[Bl
     result = scratch.take(weight)
     if call.is_of_channels and _has_own_code(args):
         return result + _take_weight_twice(scratch, call, (_CHANNELS, 1))
-    outer, inner = (_filled(n, _CHANNELS) for n in (len(weight) // call.groups, weight.shape[1]))
+    outer, inner = (
+        next_multiple(n, _CHANNELS) for n in (len(weight) // call.groups, weight.shape[1])
+    )
     filled = call.groups * outer * inner * weight[0, 0].nbytes
     copied = [] if call.is_of_channels else scratch.take(weight)
     return result + copied + scratch.take_bytes(weight, filled)

@@ -23,6 +23,7 @@ from torch._prims_common import suggest_memory_format
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.loss.planning.devices import GPUS, key_of, threads_of
+from storage_ops.quantities import next_multiple
 from storage_ops.simulate.kernels.scratch import Gradients, Kernel, Scratch, See, factors_of
 
 _PARTIAL = 8 << 20  # bytes of the partial sums of a weight's gradient
@@ -34,10 +35,6 @@ _OTHER = 2 * (4 << 20) + 8 * (16 << 10)
 _HOPPERS = ("h100", "h200", "gh200", "b200", "gb200", "b300", "gb300", "rtx5090")
 _OF_NAMES = {name: _HOPPER if name in _HOPPERS else _OTHER for name in GPUS}
 THREADS = 2
-
-
-def _up(size: int, to: int) -> int:
-    return -(-size // to) * to
 
 
 def _attention(rows: int, rows_of_wide: int, width: int) -> Kernel:
@@ -52,8 +49,8 @@ def _attention(rows: int, rows_of_wide: int, width: int) -> Kernel:
             see(gradient)
         q, k, v = args[1:4]
         batch, heads, tokens, size = q.shape
-        tokens = _up(tokens, rows if size <= 64 else rows_of_wide)
-        nbytes = 4 * batch * heads * tokens * (_up(size, width) + 1)
+        tokens = next_multiple(tokens, rows if size <= 64 else rows_of_wide)
+        nbytes = 4 * batch * heads * tokens * (next_multiple(size, width) + 1)
         if heads > k.shape[1]:
             nbytes += (k.nbytes + v.nbytes) // k.shape[1] * heads
         scratch.use(q, nbytes)
@@ -165,7 +162,7 @@ def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> 
     for t, dims in ((x, [1]), (weight, [0, 1]), (y, [1])):
         filled = t.nbytes
         for d in dims if groups == 1 else []:
-            filled = filled // t.shape[d] * _up(t.shape[d], 16 // t.itemsize)
+            filled = filled // t.shape[d] * next_multiple(t.shape[d], 16 // t.itemsize)
         if not last or filled > t.nbytes:
             copies += filled
     return copies
