@@ -71,6 +71,18 @@ def _ends_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> tuple[Tensor | N
     return last, leave(unused, list) if unused else None
 
 
+def _forget_earlier_graphs(layer: nn.Module) -> None:
+    """Detach tensors that a layer has kept from an earlier step, such as a recurrent state.
+
+    A model replaces them before it calls the layer, so that no backward reaches the earlier step.
+    """
+    for module in layer.modules():
+        for attributes in (vars(module), module._buffers):
+            for name, value in attributes.items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    attributes[name] = value.detach()
+
+
 class Probe:
     """Runs a layer by itself."""
 
@@ -122,6 +134,7 @@ class Probe:
         ):
             marks: list[int] = []
             whole = {name: like.make() for name, like in self._call.gathered.items()}
+            _forget_earlier_graphs(module)
             with layer_alone(module, whole) as called:
                 step_ledger.run(self._once, called, simulation, step_ledger, times, marks)
             ready, after, with_casts, without_casts, before = marks

@@ -259,6 +259,48 @@ def test_a_cache_with_an_autograd_graph_is_extended_once():
     assert storage_ops.fit(model, x, "1GiB").peak_bytes == none
 
 
+class Recurrent(nn.Module):
+    """Keeps a state with a graph, which its model replaces before each step."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        if is_buffer:
+            self.register_buffer("state", torch.zeros(32))
+        else:
+            self.state = torch.zeros(32)
+
+    def forward(self, x):
+        x = x + self.down(self.up(x + self.state).exp())
+        self.state = x.mean((0, 1))
+        return x
+
+
+class OfRecurrent(nn.Module):
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.layers = nn.ModuleList(Recurrent(is_buffer) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.state = torch.zeros(32)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_states_from_an_earlier_step(is_buffer):
+    model, x = OfRecurrent(is_buffer), torch.randn(8, 16, 32)
+    budget = int(0.9 * simulate_step(model, x).peak_bytes)
+    plan = storage_ops.fit(model, x, budget)
+    model(x).backward()
+    states = [layer.state for layer in model.layers]
+    model.zero_grad()
+    assert storage_ops.fit(model, x, budget).peak_bytes == plan.peak_bytes <= budget
+    assert all(layer.state is s for layer, s in zip(model.layers, states, strict=True))
+
+
 def test_scripted_modules_beside_layers():
     scripted = torch.jit.script(nn.Linear(32, 32))
     model, x = (
