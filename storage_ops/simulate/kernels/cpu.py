@@ -108,8 +108,7 @@ def _lstm_result(*args: Any) -> tuple[Tensor, ...]:
 
 def _lstm(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
     (tokens, batch, features), hidden = args[0].shape, args[10]
-    for result in out:
-        see(result)
+    see_all(out, see)
     if torch.is_grad_enabled():
         rows = batch if batch >= _LARGE_BATCH else tokens * batch
         gates, state = _lstm_step(rows, batch, hidden)
@@ -135,8 +134,7 @@ def _lstm_backward(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: S
         if grad is None or not grad.is_contiguous()
     ]
     copies = [b for t in copied for b in scratch.take_bytes(t, t.numel() * t.itemsize)]
-    for result in out:
-        see(result)
+    see_all(out, see)
     nbytes = 0
     for weight in weights:
         rows, columns = weight.shape
@@ -159,8 +157,7 @@ def _scores_bytes(t: Tensor, elements: int) -> int:
 
 
 def _attention(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
-    for result in out:
-        see(result)
+    see_all(out, see)
     queries, keys = args[:2]
     rows, columns = _attention_block(queries, keys)
     sums = rows * (2 + queries.shape[-1])
@@ -169,8 +166,7 @@ def _attention(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) 
 
 
 def _attention_backward(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
-    for result in out:
-        see(result)
+    see_all(out, see)
     gradient, queries, keys = args[:3]
     copies = scratch.contiguous(gradient.transpose(1, 2))
     rows, columns = _attention_block(queries, keys)

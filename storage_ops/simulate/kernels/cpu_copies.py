@@ -28,7 +28,7 @@ from torch import Tensor
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.simulate.kernels.fake_tensor_gaps import count_losses
-from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See, of_contiguous
+from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See, of_contiguous, see_all
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -90,7 +90,7 @@ def _mean_of_losses(at: int, count: int) -> Kernel:
     return kernel
 
 
-def _gather(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+def _in_float32(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
     if out.dtype in _LOW:
         scratch.use(out, 4 * out.numel())
@@ -108,15 +108,13 @@ def _scatter_reduce(scratch: Scratch, args: Args, out: Tensor, see: See) -> None
 
 def _kthvalue(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) -> None:
     """Select in a copy of all numbers and their indices."""
-    for result in out:
-        see(result)
+    see_all(out, see)
     scratch.use(args[0], args[0].numel() * (args[0].itemsize + out[1].itemsize))
 
 
 def _sort(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) -> None:
     """Copy the indices of a row to all rows."""
-    for result in out:
-        see(result)
+    see_all(out, see)
     x, dim = args[0], args[1] if len(args) > 1 else -1  # `stable` has its own, by keyword
     if x.dim():
         scratch.use(x, x.shape[dim] * out[1].itemsize)
@@ -127,19 +125,17 @@ def _unique(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> 
     x, counts = args[0], out[2]
     blocks = scratch.take(x) + scratch.take_bytes(x, x.numel() * counts.itemsize)
     scratch.use(x, x.numel() * counts.itemsize)
-    for result in out:
-        see(result)
+    see_all(out, see)
     scratch.give_back(blocks + scratch.take(counts))
 
 
 def _unique_consecutive(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
-    """Return the first elements of a buffer that is as large as the input."""
+    """Count a result of one dimension as large as the input: it is the start of a buffer."""
     x, values = args[0], out[0]
     if values.dim() == 1:
         whole = scratch.ledger.block(values, x.nbytes, scratch.name)
         scratch.ledger.see_as(values, whole)
-    for result in out:
-        see(result)
+    see_all(out, see)
 
 
 def _as_booleans(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
@@ -261,12 +257,6 @@ def _qr(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) -> N
     scratch.give_back(copies)
 
 
-def _renorm(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    see(out)
-    if out.dtype in _LOW:
-        scratch.use(out, 4 * out.numel())
-
-
 def _euclidean_distance(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Extend both operands by two columns, their norms and ones, and multiply them."""
     left, right = args[:2]
@@ -316,8 +306,7 @@ describe(
 describe("soft_margin_loss.default", scratch_on_cpu=_mean_of_losses(2, 0))
 describe("binary_cross_entropy.default", scratch_on_cpu=_mean_of_losses(3, 0))
 describe("binary_cross_entropy_with_logits.default", scratch_on_cpu=_mean_of_losses(4, 2))
-describe("gather", scratch_on_cpu=_gather)
-describe("scatter scatter_ scatter_add scatter_add_", scratch_on_cpu=_gather)
+describe("gather scatter scatter_ scatter_add scatter_add_ renorm", scratch_on_cpu=_in_float32)
 describe("scatter_reduce scatter_reduce_", scratch_on_cpu=_scatter_reduce)
 describe("kthvalue", scratch_on_cpu=_kthvalue)
 describe("linalg_matrix_exp", scratch_on_cpu=_matrix_exp)
@@ -332,7 +321,6 @@ describe("_fft_c2r", scratch_on_cpu=_fft_to_real)
 describe("native_group_norm_backward", scratch_on_cpu=_group_norm_backward)
 describe("linalg_householder_product", scratch_on_cpu=_q)
 describe("linalg_qr", scratch_on_cpu=_qr)
-describe("renorm", scratch_on_cpu=_renorm)
 describe("_euclidean_dist", scratch_on_cpu=_euclidean_distance)
 describe("_softmax _log_softmax", scratch_on_cpu=of_contiguous(0), scratch_on_gpu=of_contiguous(0))
 describe("_softmax_backward_data", scratch_on_cpu=of_contiguous(0, 1))
