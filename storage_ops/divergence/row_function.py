@@ -13,7 +13,7 @@ from storage_ops.divergence.call import IGNORED, DivergenceCall
 from storage_ops.divergence.coarse import Coarse
 from storage_ops.divergence.targets import Targets
 from storage_ops.loss import formulas
-from storage_ops.loss.engine.head import Head, for_products
+from storage_ops.loss.engine.head import Head, bytes_of_copy, for_products
 from storage_ops.loss.engine.run import RowFunction, Run
 from storage_ops.loss.engine.tokens import same_storage
 from storage_ops.loss.planning.cost import STATE_ROWS
@@ -115,12 +115,16 @@ class DivergenceRows(RowFunction):
         """Return the bytes of copies of the teacher's tensors, and of other values per token."""
         call, size, count = self.call, 0, self._head.tokens.count
         if self.teacher is not None:
-            before = (call.teacher_input, call.teacher_weight, call.teacher_bias)
-            for old, new in zip(before, self.teacher, strict=True):
-                if old is not None and new is not None and not same_storage(old, new):
-                    # Ranks count the most classes of a rank, so that they choose the same plan.
-                    length = len(new) if old is call.teacher_input else self._head.problem.vocab
-                    size += length * new[:1].numel() * new.element_size()
+            x, weight, _ = self.teacher
+            classes = self._head.problem.vocab  # the most of a rank, as in `problem_of`
+            alone = not self._head.ranks.several
+            assert call.teacher_input is not None and call.teacher_weight is not None
+            if alone and not same_storage(call.teacher_input, x):
+                size += x.nbytes
+            if alone and not same_storage(call.teacher_weight, weight):
+                size += classes * weight.shape[1] * weight.element_size()
+            if call.teacher_bias is not None:
+                size += bytes_of_copy(call.teacher_bias, call.wide, classes, alone)
         if call.target is not None:  # the state twice, targets, losses
             size += count * (2 * STATE_ROWS + 8) * call.wide.itemsize
         if call.ids is not None:  # ids and log-probabilities, the state, and temporaries

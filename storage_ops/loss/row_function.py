@@ -119,7 +119,7 @@ class CrossEntropyRows(RowFunction):
         target, upstream = tokens.target[rows], None
         if tokens.probabilities:
             target = target[:, classes]
-            if tokens.casts:
+            if tokens.casts():
                 target = target.new_empty(target.shape, dtype=self.state.dtype).copy_(target)
         if phases & GRADIENT:
             upstream = self.upstream

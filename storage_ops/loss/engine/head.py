@@ -83,31 +83,38 @@ def bias_dtype(call: Call) -> torch.dtype:
     return torch.promote_types(call.bias.dtype, call.logits_dtype or call.input.dtype)
 
 
-def bytes_of_copy(t: Tensor, dtype: torch.dtype, classes: int) -> int:
-    """Return the bytes of a copy of one number per class, if there must be one."""
-    return 0 if t.dtype == dtype and t.is_contiguous() else classes * dtype.itemsize
+def bytes_of_copy(t: Tensor, dtype: torch.dtype, classes: int, by_strides: bool) -> int:
+    """Return the bytes of a copy of one number per class, if there must be one.
+
+    `by_strides`: whether strides decide, too.
+    """
+    fits = t.dtype == dtype and (t.is_contiguous() or not by_strides)
+    return 0 if fits else classes * dtype.itemsize
 
 
 def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
     """Return the problem that the plan of a call is made for.
 
+    Ranks must choose the same plan, but may differ in strides, slice sizes and threads. So with a
+    group, copies because of strides do not count, nor do threads.
+
     Args:
         call, tokens: the arguments.
-        classes: the most classes that a rank has. Copies of values per class count with as many
-            classes, so that ranks with fewer classes choose the same plan.
+        classes: the most classes that a rank has. Copies of values per class count with as many.
     """
-    x = tokens.x
-    copies = 0 if takes(x) else x.nbytes
-    copies += 0 if takes(call.weight) else classes * x.shape[1] * x.element_size()
+    x, alone, copies = tokens.x, not call.group, 0
+    if alone and not takes(x):
+        copies += x.nbytes
+    if alone and not takes(call.weight):
+        copies += classes * x.shape[1] * x.element_size()
     wide_logits = call.logits_dtype is not None and call.logits_dtype != x.dtype
     if call.bias is not None:
-        copies += bytes_of_copy(call.bias, bias_dtype(call), classes)
+        copies += bytes_of_copy(call.bias, bias_dtype(call), classes, alone)
     if call.class_weight is not None:
-        copies += bytes_of_copy(call.class_weight, arithmetic(x.dtype), classes)
-    if tokens.probabilities and not same_storage(tokens.target, call.target):
+        copies += bytes_of_copy(call.class_weight, arithmetic(x.dtype), classes, alone)
+    if alone and tokens.probabilities and not same_storage(tokens.target, call.target):
         copies += len(x) * classes * call.target.element_size()
-    # Ranks may have different numbers of threads, but must choose the same plan.
-    threads = 1 if call.group else torch.get_num_threads()
+    threads = torch.get_num_threads() if alone else 1
     smooth_cap = bool(call.label_smoothing and call.softcap)
     p = Problem(
         tokens.count,
@@ -126,7 +133,7 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
         wide_logits=wide_logits,
         picks=call.top_k + (0 if call.selected_ids is None else call.selected_ids.shape[-1]),
         top=call.top_k,
-        cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
+        cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts(by_strides=alone) else 0,
         fixed_bytes=tokens.copied_bytes + copies,
     )
     if not call.gradient_tolerance:

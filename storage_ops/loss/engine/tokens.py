@@ -56,11 +56,13 @@ class Tokens:
         """Return True if targets are distributions over the classes."""
         return self.target.dim() == 2
 
-    @property
-    def casts(self) -> bool:
-        """Return True if a tile's part of the distributions is copied for the row kernel."""
+    def casts(self, by_strides: bool = True) -> bool:
+        """Return True if a tile's part of the distributions is copied for the row kernel.
+
+        Without `by_strides`, only the dtype decides.
+        """
         q = self.target
-        fits = q.dtype == arithmetic(self.x.dtype) and q.stride(-1) == 1
+        fits = q.dtype == arithmetic(self.x.dtype) and (q.stride(-1) == 1 or not by_strides)
         return self.probabilities and not fits
 
     @property
@@ -194,8 +196,9 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         input = ranks.gather(input)
     total = shape.numel()
     x = input.reshape(total, input.shape[-1])
+    # Strides of the input may differ between ranks, which must count the same bytes.
+    copied = x.nbytes if sharded or not (call.group or same_storage(x, call.input)) else 0
     # The gradient of gathered tokens is scratch memory too, except for this rank's part.
-    copied = 0 if same_storage(x, call.input) else x.nbytes
     copied += x.nbytes - call.input.nbytes
     if token_weight is not None:
         token_weight = token_weight.to(dtype)
