@@ -287,6 +287,10 @@ class Simulation(TorchDispatchMode):
         kind = bool if t.dtype == torch.bool else float if t.is_floating_point() else int
         return kind(self._said(func, t))
 
+    def may_know(self, t: Tensor) -> bool:
+        """Return True if the values of a tensor in the simulated code may be known."""
+        return self.twins.is_from_outside(t) or is_wrapper(t) or self.values.knows(t)
+
     def listed(self, t: Tensor) -> Any:
         """Return the result of `t.tolist()`."""
         known = self.values.read(self.twins.of(t))

@@ -12,6 +12,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
 HIDDEN = (int, float, str)  # exact types of the values that may be watched
 _OPERANDS = (bool, int, float, str, type(None))
 _DEEP = 32  # the most nested operations in one expression
@@ -21,6 +25,16 @@ Spot = tuple[Any, Any]  # a dictionary or a list, and the key of an item
 Expression = tuple[Any, ...]
 Answers = Mapping[Expression, object]  # the answers are hashable
 _POSITION, _CONSTANT = "position", "constant"
+# Functions that scale or shift the values of a tensor. Their memory depends on no number.
+_SCALING = {
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        "add", "add_", "sub", "sub_", "rsub", "__rsub__", "mul", "mul_", "div", "div_",
+        "true_divide", "__rdiv__", "bernoulli_",
+    )
+    if hasattr(owner, name)
+}  # fmt: skip
 
 
 class NotKnown(Exception):
@@ -35,15 +49,17 @@ class Watch:
         is_refused: whether the code used a value in an unknown way.
     """
 
-    def __init__(self, spots: Mapping[int, Spot]) -> None:
+    def __init__(self, spots: Mapping[int, Spot], may_know: Callable[[Tensor], bool]) -> None:
         """Start to watch.
 
-        `spots`: the place of each value, by its position among the layer's values.
+        Args:
+            spots: the place of each value, by its position among the layer's values.
+            may_know: returns whether a simulation may know the values of a tensor.
         """
         self.answers: dict[Expression, object] = {}
         self.is_refused = False
         self.is_over = False  # a value that code kept then behaves like the plain one
-        self._spots = spots
+        self._spots, self._may_know = spots, may_know
         self._plain: list[tuple[Any, Any, Any]] = []
         self._watched_values: list[weakref.ref[WatchedValue]] = []
 
@@ -99,6 +115,19 @@ class Watch:
         self.answers[expression] = value
         return value
 
+    def give(self, value: WatchedValue, scaled: Sequence[Tensor] | None) -> None:
+        """Record that a function of torch gets the plain value.
+
+        `scaled`: the tensors whose values it only scales, if so. If they are unknown, the value
+        determines no size, and only its type is recorded.
+        """
+        if self.is_over:
+            return
+        if scaled is None or any(not t.is_floating_point() or self._may_know(t) for t in scaled):
+            self.answers[value.expression] = value.plain
+        else:
+            self.answers[type, value.expression] = type(value.plain)
+
     def _expression(self, operand: object) -> Expression:
         if type(operand) is WatchedValue:
             return operand.expression
@@ -115,8 +144,8 @@ class Watch:
 class WatchedValue:
     """Represents a number or a string.
 
-    C code gets the plain value by `__index__` and similar methods, which is recorded. Other C code
-    fails.
+    Functions of torch get the plain value by `__torch_function__`, and other C code by `__index__`
+    and similar methods. This is recorded. C code that uses neither fails.
     """
 
     __slots__ = ("__weakref__", "expression", "plain", "watch")
@@ -133,6 +162,22 @@ class WatchedValue:
         self.watch.refuse()
         return value
 
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for value in leaves:
+            if type(value) is WatchedValue:
+                value.watch.give(value, tensors if func in _SCALING else None)
+        args, kwargs = tree_map(plain_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
     def __hash__(self) -> int:  # a dictionary might keep the value
         self.watch.refuse()
         return hash(self.plain)
@@ -140,6 +185,8 @@ class WatchedValue:
 
 def _method(function: Callable[..., object], answers: bool, is_reflected: bool = False) -> Any:
     def method(self: WatchedValue, *others: object) -> object:
+        if any(isinstance(other, Tensor) for other in others):
+            return NotImplemented  # the tensor calls a function of torch
         operands = (*others, self) if is_reflected else (self, *others)
         return self.watch.compute(function, operands, answers)
 

@@ -91,7 +91,7 @@ class Variants(Generic[T]):
         """
         group, result = kind.group, None
         watched = group.watched
-        watch = Watch({position: kind.spots[position] for position in watched})
+        watch = Watch({i: kind.spots[i] for i in watched}, simulation.may_know)
         kept_alive: list[object] = []
         reads, tensors = simulation.values.reads, simulation.digests(kind.tensors)
         try:
