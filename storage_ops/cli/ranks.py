@@ -237,7 +237,7 @@ def bucket_bytes(args: argparse.Namespace, model: nn.Module) -> int:
 
 def with_buckets(report: FitReport, nbytes: int) -> FitReport:
     """Add DDP's buckets to a report. They exist during the whole step."""
-    from storage_ops.simulate.step import BUCKETS
+    from storage_ops.measure.owners import BUCKETS
 
     if not nbytes:
         return report

@@ -69,8 +69,8 @@ def fit(
     Args:
         model: a model without checkpoints, in the mode and dtype in which it is trained; on the
             meta device or a real one.
-        batch, loss, optimizer: as in `storage_ops.memory.simulate_step`. The model's output is freed
-            once the loss exists. If the training loop keeps it in a variable, add its bytes.
+        batch, loss, optimizer: as in `storage_ops.memory.simulate_step`. The model's output is
+            freed once the loss exists. If a training loop keeps it in a variable, add its bytes.
         budget: bytes, or text such as "70GiB", for everything on the device during one whole step:
             parameters, gradients, optimizer state, batch, activations and temporaries.
         device: "cpu", "cuda" or the name of a GPU, such as "h100". None: the parameters' device,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
-INPUTS, WORKSPACES = "inputs", "workspaces of cuBLAS"
+INPUTS, BUCKETS, WORKSPACES = "inputs", "gradient buckets", "workspaces of cuBLAS"
 
 _ROWS = 16  # most owners in a table
 

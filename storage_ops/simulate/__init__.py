@@ -3,7 +3,7 @@
     estimate, simulate_step, ... -> simulating -> Simulation -- each op --> Ledger
                                         |-> Captured: what exists before the call
                                         `-> patches and ranks: what runs differently
-    Ledger, owners of its blocks -> settle -> Estimate, StepEstimate
+    Ledger, Roles of its blocks -> Estimate, StepEstimate
 
 Terms:
 
@@ -23,6 +23,7 @@ Where things are:
 * `estimate.py` simulates a function, `step.py` a training step, `evaluate.py` an evaluation during
   training, and `serve.py` a model that generates text. `will_it_fit.py` compares a peak with a
   budget. `advice.py` warns of arguments that callers rarely mean.
+* `roles.py` has the owners of blocks, and their bytes at the peak.
 * `mode.py` is the dispatch mode, `fakes.py` the mode of fake tensors below it, and `twins.py` has
   the twins. `captured.py` finds the tensors, modules and optimizers that exist before the call.
   `gradients.py` has the gradients of earlier batches.

@@ -7,12 +7,12 @@ import gc
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.autograd import functional
 from torch.utils._mode_utils import no_dispatch
@@ -26,16 +26,8 @@ from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.loss.planning.devices import standing_for
 from storage_ops.measure.calls import ONE_AT_A_TIME, Around, around_calls
-from storage_ops.measure.measurement import Life, Measurement, Sample
-from storage_ops.measure.owners import (
-    BUFFERS,
-    GRADIENTS,
-    INPUTS,
-    PARAMETERS,
-    STATE,
-    TEMPORARIES,
-    activations_of,
-)  # fmt: skip
+from storage_ops.measure.measurement import Measurement
+from storage_ops.measure.owners import BATCH, BUCKETS
 from storage_ops.progress import say, showing
 from storage_ops.quantities import MIB, InLines
 from storage_ops.simulate.captured import Captured, on_one_device, simulated_optimizers
@@ -50,8 +42,9 @@ from storage_ops.simulate.patches.gpu import following_resizes, gpu_kernels
 from storage_ops.simulate.patches.hf import branches_of_a_run
 from storage_ops.simulate.ranks.collectives import propagation_unseen
 from storage_ops.simulate.ranks.ddp import ddp_simulated, reducers_renewed
-from storage_ops.simulate.ranks.fsdp import GATHERED, REDUCED, fsdp_simulated
+from storage_ops.simulate.ranks.fsdp import fsdp_simulated
 from storage_ops.simulate.rates import SimulatedDevice
+from storage_ops.simulate.roles import Roles
 from storage_ops.simulate.values.assume import Assumption, name_of, users_line
 from storage_ops.storage.storage import share_storage
 
@@ -172,25 +165,24 @@ def estimate(
     """
     ledger = Ledger()
     captured = Captured(fn, args, kwargs)
-    roles: dict[Block, str] = {}
-
     simulated = simulating(ledger, captured, args, kwargs, Assumption(assume))
     with contextlib.ExitStack() as stack:
         stack.enter_context(showing("estimate"))
         for root in captured.roots:
-            stack.enter_context(around_calls(root, noting(ledger)))
+            stack.enter_context(around_calls(root, _noting(ledger)))
         simulation, args, kwargs = stack.enter_context(simulated)
-        note_modules(roles, captured.roots, simulation)
-        note_optimizers(roles, captured, simulation)
+        roles = Roles(simulation)
+        roles.note_modules(captured.roots)
+        roles.note_optimizers(captured.optimizers)
         result = call_simulated(fn, args, kwargs)
         for root in captured.roots:
-            note_roles(roles, GRADIENTS, (p.grad for p in root.parameters()), simulation)
-        note_optimizers(roles, captured, simulation)
+            roles.note_gradients(root.parameters())
+        roles.note_optimizers(captured.optimizers)
         estimated = Estimate(
             input_bytes=sum(block.nbytes for block in ledger.inputs),
             subject=getattr(fn, "__name__", type(fn).__name__),
             device="a GPU",
-            **settle(simulation, roles),
+            **roles.totals(),
         )
         del result
     return estimated
@@ -199,7 +191,7 @@ def estimate(
 register_estimator(estimate)
 
 
-def noting(ledger: Ledger) -> Around:
+def _noting(ledger: Ledger) -> Around:
     """Return a function for `around_calls` that records calls in the ledger and shows them."""
 
     def around(
@@ -210,34 +202,6 @@ def noting(ledger: Ledger) -> Around:
             return call(*args, **kwargs)
 
     return around
-
-
-def note_optimizers(roles: dict[Block, str], held: Captured, simulation: Simulation) -> None:
-    """Record the blocks of parameters of optimizers, of their gradients and of their states."""
-    for optimizer in held.optimizers:
-        parameters = tree_leaves([group["params"] for group in optimizer.param_groups])
-        note_roles(roles, PARAMETERS, parameters, simulation)
-        note_roles(roles, GRADIENTS, (p.grad for p in parameters), simulation)
-        note_roles(roles, STATE, tree_leaves(list(optimizer.state.values())), simulation)
-
-
-def note_modules(
-    roles: dict[Block, str], modules: Iterable[nn.Module], simulation: Simulation
-) -> None:
-    """Record the blocks of parameters and buffers of modules."""
-    for module in modules:
-        note_roles(roles, PARAMETERS, module.parameters(), simulation)
-        note_roles(roles, BUFFERS, module.buffers(), simulation)
-
-
-def note_roles(
-    roles: dict[Block, str], role: str, tensors: Iterable[Any], simulation: Simulation
-) -> None:
-    """Record a role for the blocks of tensors that have none yet."""
-    for t in tensors:
-        if isinstance(t, Tensor):
-            for block in simulation.blocks_of(t):
-                roles.setdefault(block, role)
 
 
 @contextlib.contextmanager
@@ -289,6 +253,36 @@ def simulating(
             simulation.twins.of(t)
         stack.enter_context(ddp_simulated(captured.modules, simulation))
         yield simulation, args, kwargs
+
+
+@contextlib.contextmanager
+def simulating_model(
+    model: nn.Module, captured: Captured, args: Args, kwargs: Kwargs, device: SimulatedDevice,
+    assumption: Assumption, title: str, around: Around | None = None,
+) -> Iterator[tuple[Simulation, Roles, Any, Any]]:  # fmt: skip
+    """Simulate calls of a model in a with block.
+
+    Yield the mode, the roles of what exists before, and the arguments of the call.
+
+    Args:
+        model, captured: the model, and what exists before the call.
+        args, kwargs: the arguments of the call, which are the batch.
+        device, assumption: as for `simulating`.
+        title: the title of the progress.
+        around: runs the calls of modules, as for `around_calls`. None: calls are recorded.
+    """
+    ledger = device.ledger()
+    calls = around_calls(model, around or _noting(ledger))
+    simulated = simulating(ledger, captured, args, kwargs, assumption, device)
+    with ONE_AT_A_TIME, showing(title), calls, simulated as (simulation, *moved):
+        roles = Roles(simulation)
+        # Includes modules such as a frozen reference that the loss names.
+        roles.note_modules((model, *captured.roots))
+        roles.note(BATCH, tree_leaves(moved))
+        roles.note(BUCKETS, simulation.buckets)
+        args, kwargs = moved
+        del moved
+        yield simulation, roles, args, kwargs
 
 
 @contextlib.contextmanager
@@ -393,48 +387,3 @@ def share_copies() -> bool:
         dst, src = torch.empty(1), torch.empty(1)
         share_storage(dst, src)
         return dst.data_ptr() != src.data_ptr()
-
-
-def settle(simulation: Simulation, roles: Mapping[Block, str]) -> dict[str, Any]:
-    """Return the fields of an `Estimate` or a `StepEstimate` at the end of a simulation.
-
-    `roles`: the known owners.
-    """
-    ledger = simulation.ledger
-    levels = ledger.levels()
-    seconds = [0.0, *(at for at, _, _ in ledger.events)]
-    peak = max(levels)
-    peak_at = levels.index(peak)
-    began: dict[Block, int] = dict.fromkeys(ledger.inputs, 0)
-    ended: list[tuple[Block, int, int | None]] = []
-    for count, (_, block, taken) in enumerate(ledger.events, 1):
-        if taken:
-            began[block] = count
-        else:
-            ended.append((block, began.pop(block), count))
-    ended += [(block, start, None) for block, start in began.items()]
-    lives, at_peak = [], []
-    by_owner: Counter[str] = Counter()
-    for block, start, end in sorted(ended, key=lambda life: life[1]):
-        owner = roles.get(block) or _owner_of(block, end)
-        lives.append(Life(owner, block.nbytes, start, end))
-        if start <= peak_at and (end is None or end > peak_at):
-            at_peak.append(block)
-            by_owner[owner] += block.nbytes
-    return {
-        "peak_bytes": peak, "kept_bytes": levels[-1], "sent_bytes": dict(simulation.sent),
-        "timeline": [Sample(at, level) for at, level in zip(seconds, levels, strict=True)],
-        "at_peak": sorted(at_peak, key=lambda block: -block.nbytes), "lives": lives,
-        "by_owner": {owner: n for owner, n in by_owner.most_common() if n},
-    }  # fmt: skip
-
-
-def _owner_of(block: Block, end: int | None) -> str:
-    call = block.call
-    if call is not None and call.name in (GATHERED, REDUCED):
-        return call.name
-    if block.made_by == "input":
-        return INPUTS
-    if call is None or call.end is None or (end is not None and end <= call.end):
-        return TEMPORARIES
-    return activations_of(call.name)

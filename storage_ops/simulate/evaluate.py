@@ -8,25 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from storage_ops.foundation.ledger import Block
-from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
-from storage_ops.measure.owners import BATCH, STATE, WORKSPACES
-from storage_ops.progress import showing
+from storage_ops.measure.owners import STATE
 from storage_ops.simulate.captured import Captured
 from storage_ops.simulate.compiled import as_it_runs
-from storage_ops.simulate.estimate import (
-    call_simulated,
-    note_modules,
-    note_roles,
-    noting,
-    settle,
-    simulating,
-)
-from storage_ops.simulate.kernels.cuda import keep_workspaces
-from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.estimate import call_simulated, simulating_model
 from storage_ops.simulate.rates import SimulatedDevice
+from storage_ops.simulate.roles import Roles
 from storage_ops.simulate.step import StepEstimate, arguments
 from storage_ops.simulate.values.assume import Assumption
 
@@ -80,40 +68,35 @@ def simulate_evaluation(
         device: as for `simulate_step`.
     """
     simulated_device = SimulatedDevice.of(device, model, [batch])
-    ledger = simulated_device.ledger()
     compute = as_it_runs(loss)
     args, kwargs = arguments(batch)
     captured = Captured((model, compute), args, kwargs)
-    roles: dict[Block, str] = {}
 
-    def evaluate(simulation: Simulation, *args: Any, **kwargs: Any) -> None:
+    def evaluate(roles: Roles, *args: Any, **kwargs: Any) -> None:
         where = next((p.device for p in model.parameters()), None)
         state = torch.empty(state_bytes, dtype=torch.uint8, device=where)
-        note_roles(roles, STATE, [state], simulation)
+        roles.note(STATE, [state])
         logits = joined = None
         # The batches between the first and the last one take less memory than the last one.
         for count in sorted({1, max(1, predictions.batches)}):
             if count > 1 and logits is not None:
                 joined = logits if count == 2 else _repeated(logits, count - 1)
-                note_roles(roles, PREDICTIONS, [joined], simulation)
+                roles.note(PREDICTIONS, [joined])
             output = model(*args, **kwargs)
             if compute is not None:  # otherwise the model has computed the loss, if it has one
                 compute(output)
             if predictions.batches:
                 logits = predictions.of(output)
-                note_roles(roles, PREDICTIONS, [logits], simulation)
+                roles.note(PREDICTIONS, [logits])
             del output
         if joined is not None and logits is not None:
-            note_roles(roles, PREDICTIONS, [torch.cat([joined, logits])], simulation)
+            roles.note(PREDICTIONS, [torch.cat([joined, logits])])
 
-    alone, shown = ONE_AT_A_TIME, showing("simulating an evaluation step")
-    calls = around_calls(model, noting(ledger))
-    simulated = simulating(ledger, captured, args, kwargs, Assumption(None), simulated_device)
-    with alone, shown, calls, simulated as (simulation, *moved), torch.no_grad():
-        note_modules(roles, (model, *captured.roots), simulation)
-        note_roles(roles, BATCH, tree_leaves(moved), simulation)
-        call_simulated(evaluate, (simulation, *moved[0]), moved[1])
-        if simulation.multiplies:
-            workspaces = keep_workspaces(ledger, simulated_device.workspace)
-            roles |= dict.fromkeys(workspaces, WORKSPACES)
-        return StepEstimate(**settle(simulation, roles))
+    simulated = simulating_model(
+        model, captured, args, kwargs, simulated_device, Assumption(None),
+        "simulating an evaluation step",
+    )  # fmt: skip
+    with simulated as (_, roles, args, kwargs), torch.no_grad():
+        call_simulated(evaluate, (roles, *args), kwargs)
+        roles.add_workspaces(simulated_device)
+        return StepEstimate(**roles.totals())

@@ -12,21 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
-from storage_ops.measure.owners import BATCH, WORKSPACES, owners_table
-from storage_ops.progress import showing
+from storage_ops.measure.owners import owners_table
 from storage_ops.quantities import Tabular, readable
 from storage_ops.simulate.captured import Captured
-from storage_ops.simulate.estimate import (
-    call_simulated,
-    note_modules,
-    note_roles,
-    noting,
-    settle,
-    simulating,
-)
-from storage_ops.simulate.kernels.cuda import keep_workspaces
-from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.estimate import call_simulated, simulating_model
 from storage_ops.simulate.rates import SimulatedDevice
 from storage_ops.simulate.values.assume import Assumption
 
@@ -101,13 +90,11 @@ def simulate_serving(
             "generates text."
         )
     simulated_device = SimulatedDevice.of(device, model, [inputs])
-    ledger = simulated_device.ledger()
     captured = Captured(model, (), inputs)
-    roles: dict[Any, str] = {}
     cache_bytes: Counter[str] = Counter()
     events = 0  # the number of events after the prompt
 
-    def generate(simulation: Simulation, prompt: dict[str, Any]) -> None:
+    def generate(prompt: dict[str, Any]) -> None:
         nonlocal events
         options: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in takes:
@@ -117,41 +104,27 @@ def simulate_serving(
         if cache is None:
             raise ValueError(f"{type(model).__name__} returned no {name}. Expected a cache.")
         for kind, tensors in _by_kind(cache, model):
-            _note(cache_bytes, roles, kind, tensors, simulation)
+            cache_bytes[kind] += roles.note(kind, tensors)
         following = _following(prompt, output)
         del output
         events = len(ledger.events)
         model(**following, **options, **{name: cache})
         for kind, tensors in _by_kind(cache, model):
-            note_roles(roles, kind, tensors, simulation)
+            roles.note(kind, tensors)
 
-    alone, shown = ONE_AT_A_TIME, showing("simulating generation")
-    simulated = simulating(ledger, captured, (), inputs, Assumption(None), simulated_device)
-    calls = around_calls(model, noting(ledger))
-    with alone, shown, calls, simulated as (simulation, _, prompt), torch.no_grad():
-        note_modules(roles, [model], simulation)
-        note_roles(roles, BATCH, tree_leaves(prompt), simulation)
-        call_simulated(generate, (simulation, prompt), {})
-        if simulation.multiplies:
-            workspaces = keep_workspaces(ledger, simulated_device.workspace, threads=1)
-            roles |= dict.fromkeys(workspaces, WORKSPACES)
+    simulated = simulating_model(
+        model, captured, (), inputs, simulated_device, Assumption(None), "simulating generation"
+    )
+    with simulated as (simulation, roles, _, prompt), torch.no_grad():
+        ledger = simulation.ledger
+        call_simulated(generate, (prompt,), {})
+        roles.add_workspaces(simulated_device, threads=1)
         levels = ledger.levels()
-        settled = settle(simulation, roles)
+        totals = roles.totals()
     return ServingEstimate(
-        settled["peak_bytes"], max(levels[: events + 1]), max(levels[events:]), dict(cache_bytes),
-        settled["by_owner"], next(reversed(inputs.values())).shape[1],
+        totals["peak_bytes"], max(levels[: events + 1]), max(levels[events:]), dict(cache_bytes),
+        totals["by_owner"], next(reversed(inputs.values())).shape[1],
     )  # fmt: skip
-
-
-def _note(
-    cache_bytes: Counter[str], roles: dict[Any, str], kind: str, tensors: list[Tensor],
-    simulation: Simulation,
-) -> None:  # fmt: skip
-    """Record the blocks of the tensors of one kind, and count the new ones."""
-    for t in tensors:
-        new = [block for block in simulation.blocks_of(t) if block not in roles]
-        cache_bytes[kind] += sum(block.nbytes for block in new)
-    note_roles(roles, kind, tensors, simulation)
 
 
 def _by_kind(cache: Any, model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:

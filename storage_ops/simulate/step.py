@@ -19,35 +19,20 @@ from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
+from storage_ops.measure.calls import ONE_AT_A_TIME
 from storage_ops.measure.measurement import Measurement
-from storage_ops.measure.owners import (
-    BATCH,
-    GRADIENTS,
-    STATE,
-    WORKSPACES,
-    by_kind,
-    owners_table,
-)
-from storage_ops.progress import say, showing
+from storage_ops.measure.owners import GRADIENTS, STATE, by_kind, owners_table
+from storage_ops.progress import say
 from storage_ops.quantities import Tabular, readable
 from storage_ops.simulate.captured import Captured, unwrapped
 from storage_ops.simulate.compiled import as_it_runs
-from storage_ops.simulate.estimate import (
-    call_simulated,
-    note_modules,
-    note_optimizers,
-    note_roles,
-    settle,
-    simulating,
-)
+from storage_ops.simulate.estimate import call_simulated, simulating_model
 from storage_ops.simulate.gradients import (
     check_gradients_are_on,
     earlier_gradients,
     with_dense_gradients,
     without_gradients,
 )
-from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.layers.replay import NotReplayable
 from storage_ops.simulate.layers.replay_cache import Quick
 from storage_ops.simulate.mode import Simulation
@@ -64,7 +49,6 @@ if TYPE_CHECKING:
     from storage_ops.tables import Grid
 
 _ATTEMPTS = 2  # simulations with equal layers simulated once, before all of them run
-BUCKETS = "gradient buckets"
 LOSS = "loss"  # the owner of the loss's tensors, in place of a module's name
 
 
@@ -329,9 +313,7 @@ def _quickly(model: nn.Module, options: _StepOptions) -> StepEstimate | None:
 
 def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = None) -> StepEstimate:
     args, kwargs, loss, optimizer, device, assumption, accumulate = options
-    ledger = device.ledger()
     captured = Captured((model, loss, optimizer), args, kwargs)
-    roles: dict[Block, str] = {}
 
     def around(
         module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
@@ -347,25 +329,21 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
     def step(*args: object, **kwargs: object) -> None:
         if accumulate:
             earlier_gradients(with_dense_gradients(model))
-            note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
-            _move_to_start(ledger, {block for block, role in roles.items() if role == GRADIENTS})
+            roles.note_gradients(model.parameters())
+            _move_to_start(ledger, roles.blocks(GRADIENTS))
         _backward(loss, model, args, kwargs, ledger, quick)
-        note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
+        roles.note_gradients(model.parameters())
         if optimizer is not None:
             with updated_locally(optimizer), outside_autocast():
                 optimizer.step()
-        note_optimizers(roles, captured, simulation)  # includes optimizers that step in hooks
+        roles.note_optimizers(captured.optimizers)  # includes those that step in hooks
 
-    simulated = simulating(ledger, captured, args, kwargs, assumption, device)
-    gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
-    lock, progress = ONE_AT_A_TIME, showing("simulating a step")
-    with lock, progress, gradients, calls, simulated as (simulation, *moved):
-        # Includes modules such as a frozen reference that the loss names.
-        note_modules(roles, (model, *captured.roots), simulation)
-        note_roles(roles, BATCH, tree_leaves(moved), simulation)
-        note_roles(roles, BUCKETS, simulation.buckets, simulation)
-        args, kwargs = moved
-        del moved
+    simulated = simulating_model(
+        model, captured, args, kwargs, device, assumption, "simulating a step", around
+    )
+    gradients = without_gradients(model.parameters())
+    with ONE_AT_A_TIME, gradients, simulated as (simulation, roles, args, kwargs):
+        ledger = simulation.ledger
         earlier = _blocks_of_states(captured, simulation)
         try:
             call_simulated(step, args, kwargs)
@@ -374,12 +352,10 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
             traceback.clear_frames(error.__traceback__)
             raise
         # Tensors of the state that the step has replaced. The new ones exist from the start.
-        _remove(ledger, earlier.difference(roles))
-        state_blocks = {block for block, role in roles.items() if role == STATE}
-        _move_to_start(ledger, state_blocks.difference(ledger.inputs))
-        if simulation.multiplies:
-            roles |= dict.fromkeys(keep_workspaces(ledger, device.workspace), WORKSPACES)
-        estimated = StepEstimate(**settle(simulation, roles))
+        _remove(ledger, earlier.difference(roles.of))
+        _move_to_start(ledger, roles.blocks(STATE).difference(ledger.inputs))
+        roles.add_workspaces(device)
+        estimated = StepEstimate(**roles.totals())
     if quick is not None:
         quick.check_discards(ledger)
     return estimated
