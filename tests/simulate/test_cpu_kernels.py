@@ -246,7 +246,7 @@ CONVOLUTIONS = {
     "transposed by strides": (lambda: nn.ConvTranspose2d(64, 32, 4, 2, 1), (4, 64, 16, 16)),
     "to 3 channels": (lambda: nn.Conv2d(32, 3, 3, padding=1), (4, 32, 32, 32)),
     "of 3 channels": (lambda: nn.Conv2d(3, 64, 3, stride=2), (64, 3, 32, 32)),
-    "of 4 channels": (lambda: nn.Conv2d(4, 4, 3), (4, 4, 32, 32)),
+    "of 4 channels": (lambda: nn.Conv2d(4, 4, 3), (16, 4, 32, 32)),
     "of 12 channels": (lambda: nn.Conv2d(12, 3, 3), (4, 12, 32, 32)),
     "of 6 channels in one dimension": (lambda: nn.Conv1d(6, 20, 3), (4, 6, 512)),
     "with strides": (lambda: nn.Conv3d(16, 20, 3, stride=2), (2, 16, 16, 16, 16)),
@@ -270,6 +270,14 @@ CONVOLUTIONS = {
     "transposed, with strides": (lambda: nn.ConvTranspose2d(32, 16, 1, 2), (4, 32, 32, 32)),
     "transposed, single": (lambda: nn.ConvTranspose2d(32, 16, 1), (4, 32, 32, 32)),
 }
+if torch.backends.cpu.get_cpu_capability() == "AVX2":  # not observed on AVX-512
+    CONVOLUTIONS |= {
+        "of groups of 3": (lambda: nn.Conv2d(24, 48, 3, groups=8), (16, 24, 32, 32)),
+        "transposed in groups of 3": (
+            lambda: nn.ConvTranspose2d(24, 48, 3, groups=8, bias=False),
+            (16, 24, 32, 32),
+        ),
+    }
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")

@@ -7,9 +7,11 @@ image as the input of the untransposed one. Observed with torch 2.13 by allocati
 
 | computed | images |
 |---|---|
-| result | in blocks; an inner image with fewer channels than a block is not copied |
+| result | in blocks; inner images with fewer channels than a block are not copied |
 | gradient of the inner image | in blocks; in channels_last with strides |
 | gradient of the weight | in blocks; in smaller ones for an inner image with few channels |
+
+Images of small groups are not copied, except for results, which torch copies from oneDNN's memory.
 
 Float32 images in channels_last format are read and written without a copy, if the convolution is
 not transposed. Their weights are copied to that format, and from it into blocks. torch copies a
@@ -43,7 +45,7 @@ _SMALL = 8  # channels of a block that is smaller than an AVX-512 vector
 _SMALLEST = 8 if _CHANNELS == 8 else 4  # smallest block for a group of channels
 # With up to this many channels, the gradient of a weight reads the image without a copy.
 _COLORS = 3
-_AS_IT_IS, _CHANNELS_LAST = 0, 1  # blocks of images without a copy and without padding
+_AS_IT_IS, _DENSE = 0, 1  # blocks of images without a copy, and of copies without padding
 _WIDEST_OF_CHANNEL = 3  # widest kernels of one channel for which oneDNN has special code
 _MANY = 16  # from this number of images on, one thread uses oneDNN for all kernels
 _WIDEST = 14  # wider kernels become matrix products, with copies for each thread
@@ -84,7 +86,8 @@ class _Call(NamedTuple):
     def of_result(self) -> _Blocks:
         """Return the blocks for the convolution itself."""
         if self.groups > 1:
-            return self._of_groups(_SMALLEST)
+            blocks = self._of_groups(_SMALLEST)
+            return blocks._replace(outer=max(blocks.outer, _DENSE))
         if self._is_pointwise() or self.weight.shape[1] >= _CHANNELS:
             return _all(_CHANNELS)
         return _Blocks(_AS_IT_IS, _CHANNELS, (_CHANNELS, 1))
@@ -92,9 +95,10 @@ class _Call(NamedTuple):
     def of_gradient(self) -> _Blocks:
         """Return the blocks for the gradient of the inner image."""
         if self.groups > 1:
-            return self._of_groups(_SMALLEST)
+            blocks = self._of_groups(_SMALLEST)
+            return blocks._replace(inner=max(blocks.inner, _DENSE))
         if self.is_channels_last:
-            return _Blocks(_CHANNELS_LAST, _CHANNELS_LAST, (1, _CHANNELS))
+            return _Blocks(_DENSE, _DENSE, (1, _CHANNELS))
         return _all(_CHANNELS)
 
     def of_weight(self, transposed: bool) -> _Blocks:
@@ -115,7 +119,7 @@ class _Call(NamedTuple):
         if self.is_of_channels and not is_product:
             return _Blocks(_CHANNELS, _CHANNELS, (_CHANNELS, 1))
         whole = outer % smallest == inner % smallest == 0
-        return _all(1 if whole else _AS_IT_IS)
+        return _all(_DENSE if whole else _AS_IT_IS)
 
 
 def _all(channels: int) -> _Blocks:
@@ -123,7 +127,7 @@ def _all(channels: int) -> _Blocks:
 
 
 def _take_image(scratch: Scratch, image: Tensor, block: int) -> list[Block]:
-    if block == _AS_IT_IS or (block == _CHANNELS_LAST and image.shape[1] == 1):
+    if block == _AS_IT_IS or (block == _DENSE and image.shape[1] == 1):
         return []
     channels = next_multiple(image.shape[1], block)
     return scratch.take_bytes(image, image[:, :1].numel() * channels * image.itemsize)
