@@ -74,6 +74,33 @@ def from_the_end(x, w, t):
     return -picked.mean()
 
 
+def by_ranges(x, w, t):
+    log_p = torch.log_softmax(logits(x, w), -1)
+    return -log_p[torch.arange(len(t))[:, None], torch.arange(t.shape[1]), t.clamp(min=0)].mean()
+
+
+def by_a_grid(x, w, t):
+    z, (b, n) = logits(x, w), torch.meshgrid(*map(torch.arange, t.shape), indexing="ij")
+    return (z.logsumexp(-1) - z[b, n, t]).square().mean()  # -100 is a negative index here
+
+
+def one_label_for_a_sequence(x, w, t):
+    log_p = torch.log_softmax(logits(x, w), -1)
+    return -log_p[
+        torch.arange(len(t)).view(-1, 1), torch.arange(t.shape[1])[None], t[:, -1:]
+    ].mean()
+
+
+def margin_by_ranges(x, w, t):
+    z, t = logits(x, w) * 1, t.clamp(min=0)
+    index = torch.arange(len(t))[:, None], torch.arange(t.shape[1]), t
+    z[index] = z[index] - 0.35
+    return F.cross_entropy(z.flatten(0, 1), t.flatten())
+
+
+BY_RANGES = [by_ranges, by_a_grid, one_label_for_a_sequence, margin_by_ranges]
+
+
 def one_bias_for_all(x, w, t):
     return F.cross_entropy((logits(x, w) + w[0, :1]).flatten(0, 1), t.flatten())
 
@@ -97,7 +124,7 @@ def signs_of_gradients(x, w, t):
 LOSSES = [
     mask_with_zeros, mask_of_a_view, labels_with_minus_100, shifted_labels, preferences,
     class_weights, changed_afterwards, every_second_of_some, every_second, some_classes_in_steps,
-    from_the_end, one_bias_for_all, signs_of_gradients,
+    from_the_end, one_bias_for_all, signs_of_gradients, *BY_RANGES,
 ]  # fmt: skip
 
 
@@ -111,6 +138,20 @@ def test_loss_and_gradients(loss):
     want = run(lambda *inputs: 3 * loss(*inputs), *inputs)
     got = run(lambda *inputs: 3 * compiled(*inputs), *inputs)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("loss", BY_RANGES, ids=lambda f: f.__name__)
+def test_chunked_by_ranges(loss, dynamic):
+    torch._dynamo.reset()
+    inputs, reports = arguments(), []
+    compiled = interpreted(loss, dynamic=dynamic, reports=reports)
+    x, w, t = inputs
+    exact = run(loss, x.double(), w.double(), t)
+    got = [g.double() for g in run(compiled, *inputs)]
+    torch.testing.assert_close(got, list(exact), rtol=1e-4, atol=1e-5)
+    assert reports[0].chunked
 
 
 @pytest.mark.in_turn

@@ -22,7 +22,6 @@ from storage_ops.autochunk.fx_graph.nodes import (
     argument,
     ends,
     is_tensor,
-    is_zero,
     leading_to,
     name_of,
     numel,
@@ -32,6 +31,7 @@ from storage_ops.autochunk.fx_graph.nodes import (
     shape,
     tangents_of,
 )
+from storage_ops.autochunk.prepare.indexed import by_ranges
 from storage_ops.autochunk.prepare.reorder import reorder_sources
 from storage_ops.autochunk.prepare.split_reductions import by_classes
 from storage_ops.autochunk.reasons import Conflict, log
@@ -229,46 +229,8 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
         user.replace_all_uses_with(result[user.args[1]])
 
 
-def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
-    """Rewrite x[arange(N), t] as a gather along the columns, and its gradient as a scatter."""
-    name = name_of(node)
-    if name not in ("aten.index.Tensor", "aten.index_put.default"):
-        return False
-    args: Any = node.args
-    x, index = args[0], args[1]
-    if len(shape(x)) != 2 or len(index) != 2 or not all(is_tensor(i) for i in index):
-        return False
-    rows, columns = index
-    if len(shape(rows)) != 1 or len(shape(columns)) != 1 or not _is_range(rows, shape(x)[0]):
-        return False
-    if columns.meta["val"].dtype != torch.int64:
-        return False
-
-    call, classes = Calls(graph, node), shape(x)[1]
-    if not isinstance(classes, int):
-        return False
-    try:
-        sizes = list(map(SizeNodes(call, _with_sizes(graph, node)), shape(columns)))
-    except Conflict:
-        return False
-    # A negative index counts from the end, but a gather's does not.
-    is_negative = call(_ATEN.lt.Scalar, columns, 0)
-    columns = call(_ATEN.where.self, is_negative, call(_ATEN.add.Tensor, columns, classes), columns)
-    column = call(_ATEN.unsqueeze.default, columns, 1)
-    if name == "aten.index.Tensor":
-        result = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, x, 1, column), 1)
-    else:
-        values = args[2]
-        added = len(args) > 3 and args[3]  # each row has one index, so no element is written twice
-        if not added and is_zero(values):
-            result = call(_ATEN.scatter.value, x, 1, column, 0)
-        else:
-            if shape(values) != shape(columns):  # one number for all rows
-                values = call(_ATEN.expand.default, values, sizes)
-            op = _ATEN.scatter_add.default if added else _ATEN.scatter.src
-            result = call(op, x, 1, column, call(_ATEN.unsqueeze.default, values, 1))
-    node.replace_all_uses_with(result)
-    return True
+def _indexed(graph: fx.Graph, node: fx.Node) -> bool:
+    return by_ranges(graph, node, _with_sizes(graph, node))
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> bool:
@@ -375,18 +337,7 @@ def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-_WRITERS = _rows_indexed, _selected, _taken, _stacked, _copied, _reduced
-
-
-def _is_range(node: fx.Node, size: object) -> bool:
-    """Return True if a node is 0, 1, ..., size - 1."""
-    if name_of(node) == "prims.iota.default":
-        counted = (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)
-    elif name_of(node) in ("aten.arange.default", "aten.arange.start"):
-        counted = bool(len(node.args) == 1 or node.args[0] == 0)
-    else:
-        return False
-    return bool(counted and same(shape(node)[0], size))
+_WRITERS = _indexed, _selected, _taken, _stacked, _copied, _reduced
 
 
 def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
