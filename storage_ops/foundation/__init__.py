@@ -8,8 +8,8 @@
 * Memory: `ledger.py` records which block of memory lives from when to when. `lifetimes.py` fills a
   ledger from a graph whose nodes are known before it runs. `tensor_spec.py` describes a tensor
   without its bytes.
-* Graphs: `regions.py` marks the nodes of a graph under trace. `eager.py` excludes functions from
-  Dynamo.
+* Graphs: `regions.py` marks the nodes of a graph under trace. `eager.py` keeps Dynamo from
+  functions and from blocks of code.
 * Ranks: `collectives.py` and `fsdp.py` keep ranks in step when a region runs again.
 * `autocast.py` returns the dtype of autocast.
 """

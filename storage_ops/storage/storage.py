@@ -9,6 +9,7 @@ minor), "alias" (a data pointer swapped in by torch >= 2.12) or "copy" (plain to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.foundation.eager import force_eager
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.storage.reference import can_resize
 
@@ -339,6 +341,7 @@ class check_discarded(TorchDispatchMode):
     """Context manager that raises `DiscardedTensorError` before an op reads a discarded tensor.
 
     For debugging where `storage_ops.info()["guard"]` is False: it takes Python time for each op.
+    Functions under `torch.compile` run uncompiled, so that each op is checked.
 
     Example:
         >>> h = torch.ones(2)
@@ -350,26 +353,34 @@ class check_discarded(TorchDispatchMode):
 of shape (2,) whose bytes were discarded. Bind new bytes with share_storage first.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._past_dispatch = _CheckPastDispatch()
+        self._uncompiled: list[AbstractContextManager[None]] = []  # one for each active block
 
     def __enter__(self) -> Any:
+        self._uncompiled.append(force_eager())
+        self._uncompiled[-1].__enter__()
         self._past_dispatch.__enter__()  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._past_dispatch.__exit__(*error)  # type: ignore[no-untyped-call]
+        # Without the error: a generator's context manager would add this frame to its traceback.
+        self._uncompiled.pop().__exit__(None, None, None)
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload[..., Any],
+        func: torch._ops.OpOverload[..., Any] | torch._ops.HigherOrderOperator,
         types: Sequence[type],
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        if not (func.is_view or func.namespace == "storage_ops") and not _refuse_discarded(
+        is_view = isinstance(func, torch._ops.OpOverload) and func.is_view
+        if not (is_view or func.namespace == "storage_ops") and not _refuse_discarded(
             func, (args, kwargs)
         ):
             # Let the class run the op, so that its inner tensors come here, too.

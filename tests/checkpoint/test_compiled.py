@@ -175,3 +175,35 @@ def test_a_region_under_a_transform_is_a_plain_call(way, backend):
         return gradients(net, x)
 
     same(torch.compile(compiled, backend=backend, fullgraph=True)(x), gradients(net.plain, x))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, x: so.checkpoint_report(model, x),
+        lambda model, x: so.explain_policy(model, x, policy="every_other_mm"),
+    ],
+)
+def test_a_model_is_compiled_after_a_report_about_it(look):
+    torch._dynamo.reset()
+    counter, inner = CompileCounter(), nn.Sequential(nn.Linear(16, 16), nn.GELU())
+    model, x = (
+        nn.Sequential(torch.compile(inner, backend=counter), nn.Linear(16, 8)),
+        torch.randn(4, 16),
+    )
+    look(model, x)
+    assert counter.frame_count == 0
+    model(x)
+    assert counter.frame_count > 0
+
+
+def test_a_report_about_a_model_with_torch_cond():
+    class Halved(nn.Module):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: (x / 2,), lambda x: (-x,), (x,))[0]
+
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(16, 16), Halved()), torch.randn(4, 16)
+    so.checkpoint_report(model, x)
+    assert "cond" in str(so.explain_policy(model, x, policy="every_other_mm"))
+    model(x)

@@ -308,3 +308,15 @@ def test_a_buffer_with_an_autograd_graph_is_detached():
     assert torch.equal(traced(torch.ones(3))[0], torch.ones(3)) and torch.equal(
         total, torch.ones(3)
     )
+
+
+def test_an_op_that_compiles_itself_works_after_the_trace():
+    def step(x):
+        y, z = torch.cond(x.sum() > 0, lambda x: (x.sin(), 2 * x), lambda x: (x.cos(), -x), (x,))
+        return y + z
+
+    torch._dynamo.reset()
+    x = torch.randn(4)
+    traced = graph.trace_step(step, x)
+    for y in (x.abs(), -x.abs()):
+        assert torch.equal(traced(y), step(y))

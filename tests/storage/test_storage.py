@@ -3,6 +3,7 @@ import re
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import storage_ops as so
@@ -312,3 +313,28 @@ def test_check_discarded_allows_metadata_and_views(path):
         assert t.view(2, 2).shape == (2, 2) and t.detach().stride() == (1,)
         so.share_storage(t, torch.zeros(4))
         assert (t + 1).sum() == 4
+
+
+def test_a_function_is_compiled_after_check_discarded():
+    torch._dynamo.reset()
+    counter, x = CompileCounter(), torch.ones(4)
+    compiled = torch.compile(lambda x: x.sin() + 1, backend=counter)
+    with so.check_discarded() as check, check:
+        compiled(x)
+    assert counter.frame_count == 0
+    compiled(x)
+    assert counter.frame_count == 1
+
+
+def test_check_discarded_detects_reads_by_torch_cond():
+    def halved(x):
+        return torch.cond(x.sum() > 0, lambda x: (x / 2,), lambda x: (-x,), (x,))[0]
+
+    torch._dynamo.reset()
+    t = torch.ones(4)
+    with so.check_discarded():
+        assert torch.equal(halved(t), t / 2)
+        so.discard_storage(t)
+        with pytest.raises(so.DiscardedTensorError, match="discarded"):
+            halved(t)
+    assert torch.equal(halved(torch.ones(4)), torch.full((4,), 0.5))

@@ -16,6 +16,7 @@ from storage_ops.checkpoint.layers.config_policy import policy_of
 from storage_ops.checkpoint.saved.guard import by_storage
 from storage_ops.checkpoint.selective.policies import OFFLOAD, Policy, begin
 from storage_ops.checkpoint.selective.selective import saves_result
+from storage_ops.foundation.eager import force_eager
 from storage_ops.foundation.op_names import Op, name_of, readable
 from storage_ops.foundation.ops import Args, Kwargs, flops_of
 from storage_ops.quantities import Tabular, metric
@@ -146,7 +147,7 @@ def explain_policy(
     else:
         cfg = ActivationCheckpointConfig(policy=policy)
     resolved = policy_of(cfg, fn if isinstance(fn, nn.Module) else nn.Module())
-    with _Explaining(resolved) as mode:
+    with force_eager(), _Explaining(resolved) as mode:
         fn(*args, **kwargs)
     rows: dict[tuple[str, bool | str], OpRow] = {}
     for call in mode.calls:
@@ -176,6 +177,8 @@ class _Call(NamedTuple):
 
 
 class _Explaining(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, policy: Policy | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []

@@ -23,6 +23,7 @@ from storage_ops.checkpoint.saved.guard import by_storage, with_bytes
 from storage_ops.checkpoint.state.execution import disable_checkpointing
 from storage_ops.checkpoint.state.left_behind import run_on_fakes
 from storage_ops.checkpoint.state.unchanged import places_of, replaced, unchanged
+from storage_ops.foundation.eager import force_eager
 from storage_ops.foundation.op_names import Op
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.quantities import Tabular, readable
@@ -124,6 +125,8 @@ def checkpoint_report(model: nn.Module, *args: object, **kwargs: object) -> Chec
 class _Storages(TorchDispatchMode):
     """Records the live storages that ops have created."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, int] = {}
@@ -171,7 +174,7 @@ def _kept_bytes(
         places = [(where, name, copies[t]) for where, name, t in places]
         arguments, named = tree_map_only(Tensor, imitate, (args, kwargs))
         with scope.pretend() as pretended, torch.enable_grad(), _Storages() as storages:
-            with unchanged(model, args, kwargs), replaced(places):
+            with force_eager(), unchanged(model, args, kwargs), replaced(places):
                 outputs = model(*arguments, **named)
             nbytes: int = storages.nbytes(without=pretended.storages)
         del outputs

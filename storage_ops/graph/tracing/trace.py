@@ -22,6 +22,7 @@ from typing_extensions import ParamSpec, TypeVar
 from storage_ops.checkpoint.region import torch_checkpoint
 from storage_ops.checkpoint.state.left_behind import Namespaces
 from storage_ops.foundation import regions
+from storage_ops.foundation.eager import force_eager
 from storage_ops.foundation.values import is_leaf
 from storage_ops.graph.recompute.capture import check_capture
 from storage_ops.graph.recompute.remat import forget_tags, recompute
@@ -325,10 +326,7 @@ def _place_of(error: BaseException) -> str:
 @contextlib.contextmanager
 def _eager_submodules() -> Iterator[None]:
     """Run compiled functions inside the traced function uncompiled, so that there is one graph."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), force_eager():
         yield
 
 
