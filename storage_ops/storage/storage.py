@@ -9,7 +9,7 @@ minor), "alias" (a data pointer swapped in by torch >= 2.12) or "copy" (plain to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -358,19 +358,19 @@ of shape (2,) whose bytes were discarded. Bind new bytes with share_storage firs
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._past_dispatch = _CheckPastDispatch()
-        self._uncompiled: list[AbstractContextManager[None]] = []  # one for each active block
+        self._entered: list[ExitStack] = []  # one for each active block
 
     def __enter__(self) -> Any:
-        self._uncompiled.append(force_eager())
-        self._uncompiled[-1].__enter__()
-        self._past_dispatch.__enter__()  # type: ignore[no-untyped-call]
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        with ExitStack() as stack:
+            stack.enter_context(force_eager())
+            stack.enter_context(self._past_dispatch)
+            result = super().__enter__()  # type: ignore[no-untyped-call]
+            self._entered.append(stack.pop_all())
+        return result
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._past_dispatch.__exit__(*error)  # type: ignore[no-untyped-call]
-        # Without the error: a generator's context manager would add this frame to its traceback.
-        self._uncompiled.pop().__exit__(None, None, None)
+        self._entered.pop().close()
 
     def __torch_dispatch__(
         self,
