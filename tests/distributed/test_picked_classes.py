@@ -60,7 +60,7 @@ def work(rank):
     group, target = dist.group.WORLD, torch.zeros(4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"`top_k` is 67\. Expected at most 66"):
         so.linear_cross_entropy(x, w, target, process_group=group, returns=("topk",), top_k=67)
-    with pytest.raises(ValueError, match=r"the selected classes on ranks 0 and 1 .* differ"):
+    with pytest.raises(ValueError, match=r"The selected classes on ranks 0 and 1 .* differ"):
         ids = torch.full((4, 2), int(rank == 1))
         so.linear_cross_entropy(
             x, w, target, process_group=group, returns=("selected",), selected_ids=ids
