@@ -22,7 +22,8 @@ columns for contiguous images, and wide blocks for channels_last (AVX-512 only):
 * weights of one channel each that are dilated, wider than three elements or than their padding
   allows, or larger than the image
 
-The buffers of a single thread, and 16-bit convolutions on AVX2, do not count.
+The buffers of a single thread do not count. `native_convolutions.py` has the convolutions that
+torch computes itself.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.quantities import next_multiple
 from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
-from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See, see_all
+from storage_ops.simulate.kernels.native_convolutions import native_kernel
+from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
 
 # Channels of a block. An AVX2 vector has eight float32 numbers.
 _CHANNELS = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
@@ -47,7 +49,6 @@ _SMALLEST = 8 if _CHANNELS == 8 else 4  # smallest block for a group of channels
 _COLORS = 3
 _AS_IT_IS, _DENSE = 0, 1  # blocks of images without a copy, and of copies without padding
 _WIDEST_OF_CHANNEL = 3  # widest kernels of one channel for which oneDNN has special code
-_MANY = 16  # from this number of images on, one thread uses oneDNN for all kernels
 _WIDEST = 14  # wider kernels become matrix products, with copies for each thread
 
 
@@ -141,15 +142,6 @@ def _take_weight(scratch: Scratch, weight: Tensor, blocks: tuple[int, int]) -> l
     return scratch.take_bytes(weight, weight[0, 0].numel() * channels * weight.itemsize)
 
 
-def _is_on_onednn(x: Tensor, weight: Tensor, strides: Sequence[int]) -> bool:
-    """Return True if oneDNN computes the convolution.
-
-    With one thread and few images, a kernel of one element is a matrix product instead.
-    """
-    several = torch.get_num_threads() > 1 or max(strides) > 1 or len(x) >= _MANY
-    return several or weight[0, 0].numel() > 1 or weight.dtype != torch.float32
-
-
 def _is_product(args: Args) -> bool:
     """Return True if the gradient of a weight is a product of columns, as for a ViT's patches."""
     weight: Tensor = args[2]
@@ -206,6 +198,9 @@ def _take_gradient_of_last(scratch: Scratch, call: _Call, args: Args) -> list[Bl
 
 def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     x, weight = args[:2]
+    if native := native_kernel(x, weight, args[3:9]):
+        native.compute(scratch, x, out, see)
+        return
     is_last = _is_channels_last(x, weight)
     dense = scratch.contiguous(x, memory_format=_format(is_last))
     _convolution_of_dense(scratch, args, out, see)
@@ -218,11 +213,6 @@ def _format(is_last: bool) -> torch.memory_format:
 
 def _convolution_of_dense(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     x, weight, strides, transposed, groups = args[0], args[1], args[3], args[6], args[8]
-    if not _is_on_onednn(x, weight, strides):
-        copies = scratch.take(out) if transposed else []
-        see(out)
-        scratch.give_back(copies)
-        return
     call = _Call(weight, strides, groups)
     if _is_channels_last(x, weight):
         operands = _take_weight_twice(scratch, call, (_CHANNELS, 1))
@@ -243,14 +233,13 @@ def _convolution_of_dense(scratch: Scratch, args: Args, out: Tensor, see: See) -
 
 def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
     grad, x, weight, strides, transposed, groups = *args[:3], args[4], args[7], args[9]
+    if native := native_kernel(x, weight, args[4:10]):
+        native.differentiate(scratch, grad, x, out, see)
+        return
     of_x, of_weight, of_bias = out
     is_last = _is_channels_last(x, weight)
     # For example the gradient of a mean over an image, which is one expanded number.
     dense = scratch.contiguous(grad, x, memory_format=_format(is_last))
-    if not _is_on_onednn(x, weight, strides):
-        see_all(out, see)
-        scratch.give_back(dense)
-        return
     call = _Call(weight, strides, groups)
     if of_x is not None and is_last:
         operands = _take_weight_twice(scratch, call, (1, _CHANNELS))
