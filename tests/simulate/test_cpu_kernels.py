@@ -277,6 +277,10 @@ if torch.backends.cpu.get_cpu_capability() == "AVX2":  # not observed on AVX-512
             lambda: nn.ConvTranspose2d(24, 48, 3, groups=8, bias=False),
             (16, 24, 32, 32),
         ),
+        "dilated": (lambda: nn.Conv2d(16, 16, 3, dilation=2), (4, 16, 16, 16)),
+        "dilated in one dimension": (lambda: nn.Conv1d(16, 16, 3, dilation=2), (4, 16, 256)),
+        "higher than the image": (lambda: nn.Conv2d(64, 64, 3, padding=1), (4, 64, 2, 8)),
+        "of padded volumes": (lambda: nn.Conv3d(16, 16, 3, padding=1), (2, 16, 8, 8, 8)),
     }
 
 

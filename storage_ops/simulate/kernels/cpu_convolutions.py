@@ -21,6 +21,7 @@ columns for contiguous images, and wide blocks for channels_last (AVX-512 only):
 * weights of groups that are small or dilated
 * weights of one channel each that are dilated, wider than three elements or than their padding
   allows, or larger than the image
+* on AVX2, weights that are dilated or higher than the image, and those of volumes with padding
 
 The buffers of a single thread do not count. `native_convolutions.py` has the convolutions that
 torch computes itself.
@@ -41,10 +42,11 @@ from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
 from storage_ops.simulate.kernels.native_convolutions import native_kernel
 from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
 
+_IS_AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 # Channels of a block. An AVX2 vector has eight float32 numbers.
-_CHANNELS = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
+_CHANNELS = 8 if _IS_AVX2 else 16
 _SMALL = 8  # channels of a block that is smaller than an AVX-512 vector
-_SMALLEST = 8 if _CHANNELS == 8 else 4  # smallest block for a group of channels
+_SMALLEST = 8 if _IS_AVX2 else 4  # smallest block for a group of channels
 # With up to this many channels, the gradient of a weight reads the image without a copy.
 _COLORS = 3
 _AS_IT_IS, _DENSE = 0, 1  # blocks of images without a copy, and of copies without padding
@@ -146,13 +148,24 @@ def _is_product(args: Args) -> bool:
     """Return True if the gradient of a weight is a product of columns, as for a ViT's patches."""
     weight: Tensor = args[2]
     strides, dilation, transposed, groups = args[4], *args[6:8], args[9]
-    if weight.dim() > 4 or weight.dtype != torch.float32 or transposed:
+    if weight.dtype != torch.float32 or transposed:
         return False
     call = _Call(weight, strides, groups)
-    if call.is_of_channels:
+    if call.is_of_channels and weight.dim() <= 4:
         return not _has_own_code(args)
+    if _IS_AVX2 and _is_product_on_avx2(args):
+        return True
+    if weight.dim() > 4:
+        return False
     whole = groups == 1 or call.of_weight(transposed).outer != _AS_IT_IS
     return not whole or weight.shape[-1] > _WIDEST or (groups > 1 and max(dilation) > 1)
+
+
+def _is_product_on_avx2(args: Args) -> bool:
+    x, weight, padding, dilation = *args[1:3], *args[5:7]
+    if weight.dim() == 4 and weight.shape[2] > x.shape[2]:
+        return True
+    return bool(max(dilation) > 1 or (weight.dim() > 4 and padding[0] > 0))
 
 
 def _has_own_code(args: Args) -> bool:
@@ -260,7 +273,8 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
         scratch.give_back(copies)
     elif of_weight is not None and _is_product(args):
         result = scratch.take(weight)
-        columns = weight[0].nbytes * grad[0, 0].numel()
+        positions = grad[0, 0, 0] if weight.dim() > 4 else grad[0, 0]  # of one plane of a volume
+        columns = weight[0].nbytes * positions.numel()
         sums = torch.get_num_threads() * (4 * weight.nbytes + columns)
         scratch.use(weight, sums)
         see(of_weight)
