@@ -39,12 +39,16 @@ def checksum_of(t: Tensor) -> Tensor:
     bits = bits_of(t).contiguous().view(-1)
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for start in range(0, len(bits), _PIECE):
-        piece = bits[start : start + _PIECE]
-        mixed = torch.arange(start, start + len(piece), device=t.device).mul_(_GAMMA).add_(piece)
-        for shift, factor in _ROUNDS:  # shifts of signed numbers, which hash equally well
-            mixed = mixed.bitwise_xor_(mixed >> shift).mul_(factor)
-        total += mixed.bitwise_xor_(mixed >> 31).sum()
+        total += _sum_of_hashes(bits[start : start + _PIECE], start)
     return total
+
+
+def _sum_of_hashes(bits: Tensor, start: int) -> Tensor:
+    """Return the sum of the hashes of elements and their indices, which begin at `start`."""
+    mixed = torch.arange(start, start + len(bits), device=bits.device).mul_(_GAMMA).add_(bits)
+    for shift, factor in _ROUNDS:  # shifts of signed numbers, which hash equally well
+        mixed = mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+    return mixed.bitwise_xor_(mixed >> 31).sum()
 
 
 def bits_of(t: Tensor) -> Tensor:

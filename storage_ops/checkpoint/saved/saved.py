@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.checkpoint.saved.checksums import checksum_of, text_of
 from storage_ops.checkpoint.saved.guard import by_storage, storage_key
@@ -105,6 +106,8 @@ class Saved:
         if self.layout != other.layout:
             return False
         if self.checksum is None or other.checksum is None:
+            return True
+        if isinstance(self.checksum, FakeTensor):  # a simulation has no bytes to compare
             return True
         return torch.equal(self.checksum, other.checksum)
 
