@@ -165,17 +165,21 @@ def test_an_error_leaves_nothing_in_caches():
     unlimited.cache_clear()
 
 
-def test_an_interrupt_ends_with_few_searches_of_the_process(monkeypatch):
+@pytest.mark.parametrize("tensors", [10, 200])
+def test_an_interrupt_ends_with_few_searches_of_the_process(monkeypatch, tensors):
     """Each search visits all objects. One for each tensor took half a minute in real models."""
-    searches, plain = [], gc.get_objects
+    searches = []
 
     class Interrupted(nn.Module):
         def forward(self, x):
-            outputs = [x + 1 for _ in range(100)]
+            outputs = [x + 1 for _ in range(tensors)]
             raise KeyboardInterrupt(len(outputs))
 
-    monkeypatch.setattr(gc, "get_objects", lambda: searches.append(1) or plain())
-    monkeypatch.setattr(gc, "get_referrers", None)
+    def counted(search):
+        return lambda *values: searches.append(1) or search(*values)
+
+    for name in ("get_objects", "get_referrers"):
+        monkeypatch.setattr(gc, name, counted(getattr(gc, name)))
     with pytest.raises(KeyboardInterrupt):
         so.memory.simulate_step(nn.Sequential(nn.Linear(8, 8), Interrupted()), torch.randn(2, 8))
     assert 2 <= len(searches) < 10

@@ -33,6 +33,7 @@ from storage_ops.foundation.values import (
 from storage_ops.foundation.walk import walk
 
 _CACHE: Any = type(functools.lru_cache(int))
+_FEW = 100  # values whose holders the collector itself finds faster
 _DEEP = 3  # nested tuples around a tensor that are searched for their holder
 T = TypeVar("T")
 IsLeft = Callable[[FakeTensor], bool]
@@ -241,15 +242,19 @@ def _remove(values: list[Any], depth: int = 0) -> Iterator[Left]:
 def _holders(values: list[Any]) -> list[tuple[Any, list[Any]]]:
     """Return the objects that reference any of the values, each with those values.
 
-    One pass over all objects, because a failed run of a large model leaves thousands of tensors.
+    The collector compares each reference in the process with each value, in C. A failed run of a
+    large model leaves thousands of tensors. Then a set of all values is faster, although in Python.
     """
     ids = {id(value) for value in values}
+    found = (
+        gc.get_referrers(*values)
+        if len(ids) <= _FEW
+        else [t for t in gc.get_objects() if not ids.isdisjoint(map(id, gc.get_referents(t)))]
+    )
     holders = [
         each
-        for each in gc.get_objects()
-        if not ids.isdisjoint(map(id, gc.get_referents(each)))
-        and each is not values
-        and not isinstance(each, (FakeTensor, FrameType, CellType))
+        for each in found
+        if each is not values and not isinstance(each, (FakeTensor, FrameType, CellType))
     ]
     return [(each, [v for v in gc.get_referents(each) if id(v) in ids]) for each in holders]
 
