@@ -84,5 +84,5 @@ def test_a_model_on_the_meta_device():
         with torch.device(device):
             model = nn.Sequential(nn.Conv3d(1, 8, 3), nn.ReLU(), nn.Conv3d(8, 8, 3))
             x = torch.empty(1, 1, 16, 16, 16)
-        peaks.append(simulate_step(model, x, device="cpu").peak_bytes)
+            peaks.append(simulate_step(model, x, device="cpu").peak_bytes)
     assert peaks[0] == peaks[1] > 27 * 8 * 12**3 * 4  # the columns of the second convolution

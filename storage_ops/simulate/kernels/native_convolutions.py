@@ -20,6 +20,7 @@ slow_conv3d, and their results are concatenated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from storage_ops.foundation.ledger import Block
 from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See, see_all
 
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _NONE, _ONE, _ALL = range(3)  # images that have columns at a time
 
 
@@ -135,16 +137,28 @@ def native_kernel(x: Tensor, weight: Tensor, options: Sequence[Any]) -> NativeKe
         x, weight: tensors of any device. The answer is for a CPU.
         options: the arguments of `aten.convolution` after the bias.
     """
-    with FakeTensorMode():  # torch takes its tensors for those of a CPU
-        x_like, weight_like = (
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in (x, weight)
-        )
-        select = torch._C._select_conv_backend
-        backend = select(x_like, weight_like, None, *options, bias_sizes=None)
-        if backend.name not in _KERNELS:
-            return None
-        memory_format = torch.contiguous_format
-        if x.dim() > 3:
-            determine = torch._C._conv_determine_backend_memory_format
-            memory_format = determine(x_like, weight_like, backend)
-    return NativeKernel(backend.name, weight, options, memory_format)
+    settings = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    layouts = ((t.shape, t.stride(), t.dtype) for t in (x, weight))
+    hashable = (tuple(each) if isinstance(each, list) else each for each in options)
+    name, memory_format = _selected(*layouts, tuple(hashable), settings)
+    return NativeKernel(name, weight, options, memory_format) if name in _KERNELS else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _selected(
+    x: _Layout, weight: _Layout, options: tuple[Any, ...], _settings: tuple[int, bool]
+) -> tuple[str, torch.memory_format]:
+    """Return torch's choice for a convolution on a CPU, and the format of its tensors.
+
+    The choice depends on settings of torch, too.
+    """
+    with FakeTensorMode():
+        tensors = [
+            torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+            for shape, stride, dtype in (x, weight)
+        ]
+        backend = torch._C._select_conv_backend(*tensors, None, *options, bias_sizes=None)
+        if len(x[0]) <= 3:
+            return backend.name, torch.contiguous_format
+        determine: Any = torch._C._conv_determine_backend_memory_format  # its stub has no arguments
+        return backend.name, determine(*tensors, backend)
